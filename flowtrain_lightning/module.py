@@ -1,4 +1,4 @@
-"""What a user writes: a LightningModule whose two halves have names."""
+"""`FlowModule`: the LightningModule that users write, whose halves have names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\
 
 
 class StepRunner(Protocol):
-    """Who runs the steps: ``WholeModuleRunner`` under plain Lightning, ``RoleRunner`` under flowtrain."""
+    """Runs the steps: ``WholeModuleRunner`` under plain Lightning, ``RoleRunner`` under flowtrain."""
 
     trainer: L.Trainer
 
@@ -51,12 +51,12 @@ class StepRunner(Protocol):
         """The 2-norm of the gradients of all halves; ``parameters`` are this rank's."""
 
     def agree_on_logged(self, name: str, value: Any) -> Any:
-        """What ``log`` records outside of microbatches; raises where ranks log different names."""
+        """Returns the value that ``log`` records outside of microbatches; raises where ranks log different names."""
 
 
 @dataclass
 class _LoggingPlace:
-    """Where ``log`` is called from now; apart from the module, whose own attributes are slow to set.
+    """The place from which ``log`` is called now; apart from the module, whose own attributes are slow to set.
 
     A context, made once: what was set before it is entered holds inside.
 
@@ -138,7 +138,7 @@ class FlowModule(L.LightningModule):
         raise NotImplementedError
 
     def prepare_media(self, media: PackedMedia) -> Mapping[str, Tensor]:
-        """What ``encode`` needs that follows from the sizes of media alone, such as positions; by default nothing.
+        """Computes inputs of ``encode`` that follow from the sizes of media alone, such as positions; by default none.
 
         It runs on the host while earlier steps train, in the loader's thread. So ``encode`` finds it on the device, in
         ``media.inputs``, and reads nothing from there: whoever reads from a GPU waits for all that it has to do.
@@ -228,7 +228,7 @@ class FlowModule(L.LightningModule):
         return generate_greedily(self, batch, features)
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
-        """How the layers of a half are divided among tensor-parallel ranks; only ``tensor`` of a layout asks for it.
+        """Divides the layers of a half among tensor-parallel ranks; only ``tensor`` of a layout asks for it.
 
         Args:
             role: whose half it is.
@@ -270,7 +270,7 @@ class FlowModule(L.LightningModule):
 
     @property
     def role_graph(self) -> RoleGraph:
-        """What flows between the halves.
+        """The edges between the halves.
 
         Raises:
             RoleError: neither their names nor ``edges`` say it.
@@ -319,7 +319,7 @@ class FlowModule(L.LightningModule):
         return self._step_runner(batch).evaluation_step(batch, batch_idx, "test")
 
     def predict_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> list[Any]:
-        """What ``backbone_step`` returns for every microbatch of this rank; empty on encoder ranks."""
+        """Returns the results of ``backbone_step`` for every microbatch of this rank; empty on encoder ranks."""
         return self._step_runner(batch).predict_step(batch, batch_idx)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -446,7 +446,7 @@ class FlowModule(L.LightningModule):
         self._runner = runner
 
     def _step_runner(self, batch: Any = None) -> StepRunner:
-        """Who runs the step of ``batch``, if one is given."""
+        """Returns the runner of the step of ``batch``, if one is given."""
         if batch is not None and not isinstance(batch, StepBatch):
             raise TypeError(
                 f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "

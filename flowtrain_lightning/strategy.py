@@ -1,4 +1,4 @@
-"""What Lightning sees: the strategy that splits a FlowModule into encoder ranks and backbone ranks."""
+"""The strategy that Lightning sees: it splits a FlowModule into encoder ranks and backbone ranks."""
 
 from __future__ import annotations
 
@@ -185,18 +185,18 @@ class FlowTrainStrategy(ParallelStrategy):
 
     @property
     def placement_decision(self) -> PlacementDecision:
-        """Which allocation the run takes, and why; on rank 0 also what it was planned by."""
+        """The allocation that the run takes, and why; on rank 0 also the costs it was planned by."""
         assert self._decision is not None, "the allocation is chosen in setup_environment"
         return self._decision
 
     @property
     def allocation(self) -> Allocation:
-        """Which ranks play which role."""
+        """The ranks of each role."""
         return self.job.allocation
 
     @property
     def rank_shard(self) -> RankShard:
-        """Which part of every step this rank's loaders load."""
+        """The part of every step that this rank's loaders load."""
         return rank_shard(self.allocation, self.global_rank, self.num_nodes)
 
     def prepare_step(self, batch: StepBatch) -> StepProgram | None:
@@ -230,7 +230,7 @@ class FlowTrainStrategy(ParallelStrategy):
 
     @property
     def fault_folder(self) -> Path:
-        """Where ``fault-rank<rank>.txt`` is written."""
+        """The folder of ``fault-rank<rank>.txt``."""
         return _fault_folder(self.flow_module.trainer)
 
     def set_world_ranks(self) -> None:

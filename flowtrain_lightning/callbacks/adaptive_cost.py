@@ -88,7 +88,7 @@ class AdaptCosts(L.Callback):
             self._look(trainer, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next changes depend on, and those so far; in JSON types."""
+        """The state on which the next changes depend, and those so far; in JSON types."""
         return {
             "steps": self._steps,
             "models": {role: model.state_dict() for role, model in self._models.items()},

@@ -82,7 +82,7 @@ class EvaluateAnswers(L.Callback):
             show(answered, trainer.loggers, folder, trainer.global_step)
 
     def _answers(self, trainer: L.Trainer, module: FlowModule) -> Iterator[Answered]:
-        """What all ranks together have generated, in the order of the records."""
+        """Gathers the answers of all ranks, in the order of the records."""
         data = _data(trainer)
         assert data is not None
         samples, generated = self._generate(trainer, module, data)
@@ -115,7 +115,7 @@ class EvaluateAnswers(L.Callback):
         return samples, [tokens[:length] for length, *tokens in merged]
 
     def _predict(self, trainer: L.Trainer, batch: StepBatch, number: int) -> dict[int, list[int]]:
-        """What this rank generates of one step: number of a record -> new token ids."""
+        """Generates this rank's answers of one step: number of a record -> new token ids."""
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         outputs: Any = trainer.strategy.predict_step(batch, number)
         return {int(sample): list(tokens) for microbatch in outputs for sample, tokens in microbatch}

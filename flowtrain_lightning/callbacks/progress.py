@@ -42,7 +42,7 @@ class FlowProgressBar(TQDMProgressBar):
         self._started += time.monotonic() - self._paused
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """What stands behind the bar."""
+        """Returns the figures behind the bar."""
         metrics: dict[str, Any] = {**super().get_metrics(trainer, pl_module)}
         metrics.pop("v_num", None)
         if trainer.training and self._samples:

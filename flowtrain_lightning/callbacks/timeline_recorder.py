@@ -59,7 +59,7 @@ def _remove_others(folder: Path, ranks: int) -> None:
 
 
 def read_timelines(folder: Path) -> list[dict[str, Any]]:
-    """What ranks saved, in rank order: ``rank``, ``label``, ``totals`` (role -> kind -> seconds), ``spans``, ``pool``.
+    """Reads what ranks saved, in order: ``rank``, ``label``, ``totals`` (role -> kind -> seconds), ``spans``, ``pool``.
 
     With ``clock`` added, the times of spans are wall clock time. ``pool`` has the fields of `PoolCounters`; None
     where the rank never opened a pool.

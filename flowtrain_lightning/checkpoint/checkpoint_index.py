@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds: where each part of a tensor lies, and the digest of everything."""
+"""The index of a checkpoint directory: where each part of a tensor lies, and the digest of everything."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint directory holds.
+    """The contents of a checkpoint directory.
 
     Attributes:
         run: seed, allocation and halves of the run.
@@ -74,7 +74,7 @@ class Index:
 
 
 def piece_key(name: str, region: Region) -> str:
-    """What a file calls a piece of a tensor, for example ``weights.encoder.a[0,128]``: its offsets tell it apart."""
+    """Names a piece of a tensor in a file, for example ``weights.encoder.a[0,128]``: its offsets tell it apart."""
     return f"{name}[{','.join(map(str, region.offsets))}]"
 
 

@@ -98,7 +98,7 @@ def _partial(path: Path) -> Path:
 
 
 def _process_space() -> str:
-    """Where this process has its number: the host, and the number's space there (0 where a system has no such)."""
+    """Returns the host, and the space in which this process has its number (0 where a system has no such)."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()}-{space.stat().st_ino if space.exists() else 0}"
 
@@ -278,7 +278,7 @@ def _is_of_writing(error: Exception) -> bool:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """What the system said, around which PyTorch puts errors of its own."""
+    """Returns the system's error, around which PyTorch puts errors of its own."""
     while error is not None and not (isinstance(error, OSError) and error.strerror):
         error = error.__cause__ or error.__context__
     return error

@@ -109,7 +109,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def stored_file(path: Path) -> StoredFile:
-    """What the index says of a file that is no file of tensors."""
+    """The index's entry of a file that is no file of tensors."""
     data = path.read_bytes()
     return StoredFile(len(data), digest_of(data))
 
@@ -174,7 +174,7 @@ def encode_part(index: Index) -> dict[str, Any]:
 
 
 def decode_part(content: Mapping[str, Any]) -> Index:
-    """What :func:`encode_part` was given.
+    """Returns what :func:`encode_part` was given.
 
     Raises:
         KeyError, TypeError, ValueError: it has another form.
@@ -264,7 +264,7 @@ def _checkpoint_before(path: Path) -> Path | None:
 
 
 def _steps(read: Callable[[Path], Index], path: Path) -> int | None:
-    """How many steps a checkpoint's run had taken; None where that cannot be read."""
+    """Returns the number of steps of a checkpoint's run; None where that cannot be read."""
     try:
         return int(read(path).lightning.get("global_step", 0))
     except (OSError, ValueError):

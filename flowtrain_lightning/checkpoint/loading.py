@@ -1,4 +1,4 @@
-"""How a checkpoint directory is read: by ranks of any layout, each what it holds, or by one process all of it."""
+"""Reads a checkpoint directory: ranks of any layout their own parts, or one process all of it."""
 
 from __future__ import annotations
 

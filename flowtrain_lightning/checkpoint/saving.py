@@ -1,4 +1,4 @@
-"""How a checkpoint directory is written: every rank its own part, all of it or nothing."""
+"""Writes a checkpoint directory: every rank its own part, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MOST_PLAIN_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank writes of a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     Attributes:
         path: the checkpoint.
@@ -179,7 +179,7 @@ def _take_halves(
 def _share_out(
     own: dict[str, dict[str, Any]], buffers: Collection[str], firsts: Mapping[str, int], cross: CrossGroup
 ) -> set[str]:
-    """What this rank writes of what it holds: one of the ranks that hold a value, or a part of a tensor, alike.
+    """Selects what this rank writes: of ranks that hold a value, or a part of a tensor, alike, one does.
 
     Which one follows from the key, so that they share the work. Buffers are those of the role's first rank: forwards
     may have written them, on every rank otherwise.
@@ -206,7 +206,7 @@ def _share_out(
 
 
 def _place(value: Any) -> list[list[int]] | None:
-    """Where in the whole value belongs what this rank holds of it, in JSON types; None for what is no tensor."""
+    """Returns the place of this rank's part in the whole value, in JSON types; None for what is no tensor."""
     if isinstance(value, ElementRun):
         return [[value.start], [value.part.numel()]]
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What weights and entries of optimizer states are called in a checkpoint."""
+"""Names of weights and of entries of optimizer states in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_keys(checkpoint: Mapping[str, Any], optimizers: Sequence[NamedState]) -
 
 
 def parse_key(key: str) -> tuple[str | int, str, str]:
-    """Where the weight stands or the optimizer's number, the parameter's name, and the entry of its state."""
+    """Splits a key: role or optimizer's number, the parameter's name, and the entry of its state."""
     kind, _, rest = key.partition(".")
     if kind in WEIGHTS:
         return WEIGHTS[kind], rest, ""

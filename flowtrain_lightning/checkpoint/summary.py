@@ -1,4 +1,4 @@
-"""What checkpoints below some folders say of themselves, newest first, so that a run can tell from which it goes on.
+"""Lists checkpoints below some folders, newest first, so that a run can tell from which it goes on.
 
 The newest is the one that was saved last, by the time that it holds itself: the clock when it was saved, but always
 later than the checkpoint from which its run went on and those that this run had saved before. So a clock that was put
@@ -30,7 +30,7 @@ _PLAIN = ".ckpt"
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What a checkpoint says of itself.
+    """A checkpoint's summary of itself.
 
     Attributes:
         path: directory, or file of plain Lightning.
@@ -119,7 +119,7 @@ def _paths_below(folder: Path) -> Iterator[Path]:
 
 
 def _summary(path: Path, weights_only: bool | None) -> CheckpointSummary | None:
-    """What it says; None for what is no checkpoint, or no longer there."""
+    """Reads the summary; None for what is no checkpoint, or no longer there."""
     try:
         return _of_directory(path) if path.is_dir() else _of_file(path, weights_only)
     except FileNotFoundError:

@@ -90,7 +90,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor | LocalS
 
 
 def _boxes(tensor: Tensor | LocalShard | ElementRun) -> Iterable[tuple[Region, Tensor]]:
-    """Where what this rank holds of a tensor belongs, and the numbers."""
+    """Returns the place of this rank's part of a tensor, and its numbers."""
     match tensor:
         case ElementRun():
             return tensor.boxes
@@ -101,7 +101,7 @@ def _boxes(tensor: Tensor | LocalShard | ElementRun) -> Iterable[tuple[Region, T
 
 
 def _on_cpu(local: Tensor, storages: set[int]) -> Tensor:
-    """What a rank holds, contiguous. Parts that share memory, such as tied weights, get a copy, as safetensors asks."""
+    """Makes a part contiguous. One that shares memory, such as a tied weight, gets a copy, as safetensors asks."""
     part = local.detach().cpu().contiguous()
     storage = part.untyped_storage().data_ptr()
     if storage in storages:

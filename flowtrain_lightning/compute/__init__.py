@@ -1,1 +1,1 @@
-"""What one process computes: the user's methods on one batch, and whole steps where nobody else takes part."""
+"""The computation of one process: the user's methods on one batch, and whole steps of a single process."""

@@ -34,7 +34,7 @@ _Packed = TypeVar("_Packed", PackedMedia, PackedBatch)
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What one row of features is.
+    """Shape and type of one row of features.
 
     Attributes:
         shapes: shape of a row of each tensor.
@@ -79,12 +79,12 @@ FeatureSpecs = Mapping[str, FeatureSpec]
 
 
 def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
-    """What ``merge`` gets: a tensor, or a tuple where the encoder returned several."""
+    """Features as ``merge`` gets them: a tensor, or a tuple where the encoder returned several."""
     return {modality: tensors[0] if len(tensors) == 1 else tensors}
 
 
 class UserMethods(Protocol):
-    """What the user's module offers to a step; `FlowModule` does."""
+    """The methods of the user's module that a step calls; `FlowModule` has them."""
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Packed media of one modality -> features."""
@@ -102,7 +102,7 @@ class UserMethods(Protocol):
 
     @property
     def role_graph(self) -> RoleGraph:
-        """What flows between the halves."""
+        """The edges between the halves."""
 
     def get_submodule(self, target: str) -> nn.Module:
         """As of `torch.nn.Module`."""
@@ -246,7 +246,7 @@ class Compute:
         return ContextCheck(step, half, engine, LossInParts(self._module))
 
     def _checked(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
-        """What ``backbone_step`` returned for a step with a loss."""
+        """Checks the loss and the number of targets that ``backbone_step`` returned."""
         match output:
             case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
                 if loss.is_meta and self.device.type != "meta":
@@ -327,7 +327,7 @@ class Compute:
             raise RuntimeError(sentence) from error
 
     def _explained(self, role: str, error: str) -> str:
-        """What an error about weights without values means: that they are on other ranks. Of others what they say."""
+        """Explains an error about weights without values: they are on other ranks. Other errors stay as they are."""
         absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if not absent or not re.search(r"\bmeta\b", error):
             return error

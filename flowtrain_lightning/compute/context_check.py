@@ -49,7 +49,7 @@ Stepping = Callable[[PackedBatch, Features], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class _Trial:
-    """What one run of a piece gave.
+    """The results of running a piece once.
 
     Attributes:
         loss: summed.
@@ -129,7 +129,7 @@ class ContextCheck:
         return bool(runs)
 
     def _differences(self, piece: PackedBatch, given: Features, factor: float) -> dict[str, tuple[float, float]]:
-        """What differs -> by how much, and how much rounding changes it, relative.
+        """Returns name -> difference, and its change by rounding, both relative, of all that differs.
 
         The whole runs on every context rank, so that each counts for its share.
         """

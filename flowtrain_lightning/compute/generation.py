@@ -15,7 +15,7 @@ from flowtrain_lightning.parallel.halves import HalvedModule
 
 
 class GeneratingModule(HalvedModule, Protocol):
-    """What a module offers to be generated with; `FlowModule` does."""
+    """The methods with which a module generates; `FlowModule` has them."""
 
     max_new_tokens: int
     end_token: int | None

@@ -1,4 +1,4 @@
-"""What a user logs inside microbatches: collected on the device, weighted by target tokens, agreed once a step."""
+"""Values logged inside microbatches: collected on the device, weighted by target tokens, agreed once a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_NEEDED = ("batch_size", "sync_dist", "sync_dist_group", "rank_zero_only")
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know of a step when it is over.
+    """Results of a step that all ranks know when it is over.
 
     Attributes:
         loss: mean loss over the target tokens of all ranks.

@@ -1,4 +1,4 @@
-"""What autocast casts of weights is kept for a step. Lightning has PyTorch cast them again in every forward."""
+"""Keeps autocast's casts of weights for a step, where Lightning has PyTorch cast them again in every forward."""
 
 from __future__ import annotations
 

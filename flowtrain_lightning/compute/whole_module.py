@@ -22,7 +22,7 @@ from flowtrain_lightning.parallel.sealed_messages import gather_over
 
 
 class WholeModule(UserMethods, HalvedModule, Protocol):
-    """What a module offers to whoever runs both of its halves; `FlowModule` does."""
+    """The methods of a module that a runner of both halves calls; `FlowModule` has them."""
 
     def zero_grad(self, set_to_none: bool = ...) -> None:
         """As of `torch.nn.Module`."""
@@ -76,7 +76,7 @@ class WholeModuleRunner:
         return self._module.log_report(stage, self._agree(stage))
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
-        """What ``backbone_step`` returns for each microbatch."""
+        """Returns the results of ``backbone_step`` for each microbatch."""
         with own_streams():
             outputs = [self._microbatch(batch, number, "predict") for number in range(len(batch.microbatches))]
         return [output for output in outputs if output is not None]

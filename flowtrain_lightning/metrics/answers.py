@@ -1,4 +1,4 @@
-"""How near generated answers come to the true ones: exact match, and ANLS, which reads past slips of spelling."""
+"""Scores of generated answers beside the true ones: exact match, and ANLS, which reads past slips of spelling."""
 
 from __future__ import annotations
 

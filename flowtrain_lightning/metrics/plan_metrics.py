@@ -1,4 +1,4 @@
-"""What plans of steps tell while training: samples and tokens per second, how well they are packed, and MFU."""
+"""Metrics from plans of steps: samples and tokens per second, how well they are packed, and MFU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlanMetric(Metric):
 
 
 class Throughput(PlanMetric):
-    """What all ranks together train on per second."""
+    """Samples, tokens and media items per second, of all ranks together."""
 
     samples: Tensor
     tokens: Tensor
@@ -67,7 +67,7 @@ class Throughput(PlanMetric):
 
 
 class PackingUse(PlanMetric):
-    """What packing leaves unused.
+    """Tokens of the budget, and time of ranks, that packing leaves unused.
 
     Args:
         token_budget: of a microbatch.

@@ -45,7 +45,7 @@ _PADDING = 8
 
 @dataclass
 class CheckReport:
-    """What a check found.
+    """The findings of a check.
 
     Attributes:
         samples: how many samples were packed together.
@@ -214,7 +214,7 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
 
 
 def _explained(explain: Callable[[], T], otherwise: T) -> T:
-    """What is found by changing samples, which the user's methods may refuse: the difference stands without it."""
+    """Diagnoses by changing samples. The user's methods may refuse them; the difference stands all the same."""
     try:
         return explain()
     except Exception:

@@ -34,7 +34,7 @@ _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class CheckedModule(WholeModule, Protocol):
-    """What a module offers to the check; `FlowModule` does."""
+    """The methods of a module that the check calls; `FlowModule` has them."""
 
     @property
     def unfilled(self) -> Mapping[str, UnfilledWeights]:
@@ -56,7 +56,7 @@ class CheckedModule(WholeModule, Protocol):
         """Builds the halves."""
 
     def prepare_media(self, media: PackedMedia) -> Mapping[str, Tensor]:
-        """What ``encode`` needs that follows from sizes alone."""
+        """Computes inputs of ``encode`` that follow from sizes alone."""
 
     def step_alone(self, batch: PackedBatch, features: Features) -> Any:
         """One sample as it was computed before anything was changed for packing; None where that is nothing else."""
@@ -171,7 +171,7 @@ def _apart(copied: Any, trainer: L.Trainer) -> Any:
 
 
 def _on_meta(module: Any, trainer: L.Trainer) -> Any:
-    """What the module will be, without memory; None where it cannot be built so."""
+    """Builds the module without memory; None where that cannot be done."""
     copied = _apart(detached_copy(module), trainer)
     copied.set_local_roles(None)
     try:
@@ -198,7 +198,7 @@ def _cut_blocks(module: nn.Module) -> None:
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """What tells blocks apart, less their numbers: classes, shapes, and settings that are names, switches or absent."""
+    """Returns all that tells blocks apart: classes, shapes, and settings that are names, switches or absent."""
     return tuple(
         (
             name,

@@ -104,7 +104,7 @@ class Course(Generic[T]):
             self._note(self._method.kind, say.STATE, difference=difference)
 
     def compare(self, other: Pass, together: int = 1, least: float = 0.0) -> Difference | None:
-        """How far a pass is from one by one; None where rounding explains it, or where it is no more than ``least``."""
+        """Compares a pass with one by one; None where rounding explains the difference, or it is at most ``least``."""
         alone = self.alone
         errors = relative_errors(alone.values, other.values) | relative_errors(alone.gradients, other.gradients)
         of_loss = abs(other.loss - alone.loss) / loss_scale(alone)

@@ -1,4 +1,4 @@
-"""What the check finds, as sentences that name the method, what mixes, by how much, and how to mend it."""
+"""Findings as sentences that name the method, what mixes, by how much, and how to mend it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "s
 
 @dataclass(frozen=True)
 class Method:
-    """What is checked by itself.
+    """A part of the module that is checked by itself.
 
     Attributes:
         name: in sentences.
@@ -100,7 +100,7 @@ def refuse(name: str, findings: Sequence[Finding]) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far packed is from alone.
+    """The difference between packed and alone.
 
     Attributes:
         together: how many were packed.

@@ -73,7 +73,7 @@ def _tell_unproven(module: Any, reason: str) -> None:
 
 
 def _place(error: Exception) -> str:
-    """Where an error was raised: the last line of the user's own code."""
+    """Names the place at which an error was raised: the last line of the user's own code."""
     raised = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in raised if not frame.filename.startswith(_NOT_THE_USERS)]
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class Result(NamedTuple):
-    """What is kept of a check.
+    """The part of a check's result that is kept.
 
     Attributes:
         findings: ways in which packing changes what the module learns.
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptResults:
-    """Where the result of one check is kept.
+    """The file in which the result of one check is kept.
 
     Attributes:
         files: the places, in order; none where nobody can tell whether the module is the same.
@@ -69,7 +69,7 @@ class KeptResults:
         return cls(tuple(folder / name for folder in folders))
 
     def read(self) -> Result | None:
-        """What was found before; None where nothing is kept."""
+        """Reads earlier findings; None where nothing is kept."""
         for file in self.files:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 kept = json.loads(file.read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ FeaturesOfItems = dict[Item, tuple[Tensor, ...]]
 
 @dataclass
 class Pass:
-    """What came of one pass.
+    """The results of one pass.
 
     Attributes:
         values: name -> a tensor that must not depend on the grouping: features of an item, or gradients of an item's
@@ -49,7 +49,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the backbone gave for one microbatch.
+    """The backbone's outputs for one microbatch.
 
     Attributes:
         batch: the microbatch.
@@ -200,7 +200,7 @@ class Passes:
         self.loss_of(self.microbatch([member], together=False), given)
 
     def outputs(self, members: Sequence[int], features: FeaturesOfItems, batch: PackedBatch | None = None) -> Outputs:
-        """What the backbone gave for one microbatch, a row for each token, and how the loss depends on it.
+        """The backbone's outputs for one microbatch, a row for each token, and the gradient of the loss by them.
 
         Args:
             members: the samples.

@@ -1,4 +1,4 @@
-"""How far apart two runs of the same computation may be: what rounding does to this module, found by running it."""
+"""Bounds how far apart two runs of the same computation may be, by the rounding of this module, found by running it."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def _forget_graphs(module: nn.Module) -> None:
 
 
 def loss_scale(found: Pass) -> float:
-    """What a loss is compared with: a sum that is near 0 is made of parts that are not."""
+    """Returns the scale of a loss: a sum that is near 0 is made of parts that are not."""
     return max(found.magnitude, abs(found.count), 1e-300)

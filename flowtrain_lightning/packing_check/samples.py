@@ -112,7 +112,7 @@ def load_samples(data: FlowDataModule, weights: int) -> CheckedSamples:
 
 
 def choose(sizes: SampleSizes, largest: int = 0) -> list[int]:
-    """Which samples are packed together: small ones that differ in tokens and in patches, one of each kind.
+    """Chooses samples to be packed together: small ones that differ in tokens and in patches, one of each kind.
 
     Args:
         sizes: of the candidates, at least one.

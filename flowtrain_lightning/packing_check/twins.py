@@ -9,7 +9,7 @@ from flowtrain_lightning.packing_check.samples import CheckedSamples
 
 
 class CheckedTwin(NamedTuple):
-    """What is checked in place of a module and its data.
+    """A module and samples that are checked in place of the user's.
 
     Attributes:
         module: of the same class and settings, with every kind of layer, not built yet.

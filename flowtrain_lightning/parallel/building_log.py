@@ -150,7 +150,7 @@ class BuildingLog:
         self._used: list[tuple[Tensor, int]] = []  # tensors that are there, and their version when they were used
 
     def noted(self, tensor: Tensor) -> NotedTensor | None:
-        """What stands for a tensor in the log; None for one that is there."""
+        """Finds a tensor without memory in the log; None for one that is there."""
         if tensor.device != META:
             return None
         storage = tensor.untyped_storage()
@@ -163,7 +163,7 @@ class BuildingLog:
         return NotedTensor(number, tensor.dtype, shape, strides, offset, fills)
 
     def device_of(self, noted: NotedTensor) -> torch.device:
-        """Where a tensor will lie."""
+        """The device on which a tensor will lie."""
         return self._memories[noted.memory][1]
 
     def add(self, function: Any, leaves: list[Any], tree: Any, results: list[Tensor], device: torch.device) -> None:

@@ -284,7 +284,7 @@ class _Traded(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
     ) -> Tensor:
-        """What the other ranks have for this one."""
+        """Trades parts with the other ranks."""
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _trade(tensor, sent, received, group)
 

@@ -133,7 +133,7 @@ class CrossGroup:
 
 
 class AgreedError(Exception):
-    """What went wrong on one rank ends all, and they have agreed on it.
+    """An error of one rank, which ends all of them: they have agreed on it.
 
     Attributes:
         rank: on which it went wrong, the first of them where there are several.

@@ -80,7 +80,7 @@ def import_deepspeed() -> Any:
 
 
 class _SteppedByUser(Optimizer):
-    """What DeepSpeed takes for the optimizer: the user's has stepped already when it is called."""
+    """An optimizer for DeepSpeed, which does nothing: the user's has stepped already when it is called."""
 
     def __init__(self, groups: list[list[nn.Parameter]]) -> None:
         super().__init__([{"params": weights} for weights in groups], {"lr": 0.0})
@@ -100,7 +100,7 @@ class _Ranks:
         return self._group
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Their number."""
         return dist.get_world_size(self._group)
 
     def get_data_parallel_rank(self) -> int:
@@ -140,7 +140,7 @@ def deepspeed_environment(device: torch.device) -> Iterator[None]:
 
 
 def share_of(weight: nn.Parameter, flat: Tensor) -> OptimizerShare:
-    """Which part of a weight lies where in a flat tensor of this rank."""
+    """Places of a weight's parts in a flat tensor of this rank."""
     mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return OptimizerShare(flat, tuple(weight.shape), 0, 0, 0)
@@ -156,7 +156,7 @@ def summed_gradient(weight: nn.Parameter) -> Tensor:
 
 
 def _flat_parts(engine: Any, rank: int) -> list[Tensor]:
-    """What the optimizer steps by ZeRO-1 and ZeRO-2: the memory in which this rank's parts of the weights lie.
+    """The memory that the optimizer steps by ZeRO-1 and ZeRO-2: this rank's parts of the weights.
 
     DeepSpeed would step a copy, which it makes for weights of half precision, and with these too.
     """
@@ -180,7 +180,7 @@ def _flat_shards(engine: Any) -> list[Tensor]:
 
 
 def flat_gradients(engine: Any, flats: Sequence[Tensor]) -> list[Tensor]:
-    """Where ZeRO-3 adds up this rank's parts of the gradients, laid out as the flat tensors that are stepped."""
+    """The memory in which ZeRO-3 sums this rank's parts of gradients, laid out as the flat tensors that are stepped."""
     return list(torch.split(engine.optimizer.grad_partitions_flat_buffer, [flat.numel() for flat in flats]))
 
 

@@ -1,4 +1,4 @@
-"""How ZeRO-3 cuts a weight: every rank keeps a run of its elements, and the weight itself has none between uses."""
+"""Cuts weights as ZeRO-3 does: every rank keeps a run of elements, and the weight has none between uses."""
 
 from __future__ import annotations
 

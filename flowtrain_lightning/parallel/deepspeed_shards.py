@@ -162,5 +162,5 @@ class DeepSpeedShardedHalf(DeepSpeedHalf):
 
 
 def _offset(part: Tensor, flat: Tensor) -> int:
-    """Where in a flat tensor a part of it begins."""
+    """Returns the place in a flat tensor at which a part of it begins."""
     return int(part.storage_offset()) - int(flat.storage_offset()) if part.numel() else 0

@@ -1,4 +1,4 @@
-"""What a role's layout does to its half: the one interface that every layout fills, and that the runtime knows."""
+"""`HalfEngine`: the interface by which the runtime knows every layout of a role."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one rank has used of a half in a step that trains.
+    """The part of a half that one rank has used in a step that trains.
 
     Attributes:
         layers: a digest of the layers that were gathered by themselves, in order; ranks that share weights must have
@@ -43,7 +43,7 @@ class HalfEngine(Protocol):
 
     @property
     def record(self) -> StepRecord:
-        """What this rank has to tell the ranks with which it shares weights, after the step's last backward.
+        """This rank's record for the ranks with which it shares weights, after the step's last backward.
 
         It is for the caller to compare it, and to take away the gradients that nobody has used, before
         ``finish_gradients``.

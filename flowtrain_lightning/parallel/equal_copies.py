@@ -96,7 +96,7 @@ class EqualCopies:
 def _beyond_rounding(
     names: Sequence[str], values: Sequence[Tensor], scale: float, pairs: Sequence[tuple[float, float]]
 ) -> Differences:
-    """What differs between ranks beyond rounding, what differs most first."""
+    """Returns weights that differ between ranks beyond rounding, the most different first."""
     found: dict[str, float] = {}
     for name, value, (norm, distance) in zip(names, values, pairs, strict=True):
         rounding = _rounding(value)

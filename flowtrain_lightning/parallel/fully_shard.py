@@ -97,7 +97,7 @@ class FullyShardedHalf:
 
     @property
     def record(self) -> StepRecord:
-        """What this rank has used since the step began."""
+        """The weights that this rank has used since the step began."""
         return StepRecord(self._layers.hexdigest(), self._unused.numbers)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

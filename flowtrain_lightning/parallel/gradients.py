@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, or all of it."""
+    """Returns this rank's part of a tensor: its shard, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """What this rank holds of a parameter's gradient, which is divided among ranks as the parameter is.
+    """Returns this rank's part of a parameter's gradient, which is divided among ranks as the parameter is.
 
     Where a product has no rows, as that of a head with no target token, no division costs DTensor less than another,
     and it may leave the gradient whole on every rank.
@@ -96,7 +96,7 @@ def squared_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def count_hooks(parameter: nn.Parameter) -> tuple[int, int]:
-    """How many hooks wait for a parameter's gradient: before it is added to ``grad``, and after.
+    """Counts the hooks that wait for a parameter's gradient: before it is added to ``grad``, and after.
 
     PyTorch has no public way to ask.
     """

@@ -101,7 +101,7 @@ class Groups:
 
 
 def collective_backend(device_type: str, rank: int, allocation: Allocation, ranks_per_device: int) -> str:
-    """Which backend the default group of a rank has.
+    """Returns the backend of a rank's default group.
 
     NCCL refuses two ranks of one group on the same GPU, so each group is looked at by itself: with an encoder rank and
     a backbone rank on every GPU, each role has its GPUs for itself.

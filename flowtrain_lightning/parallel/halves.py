@@ -20,13 +20,13 @@ Halves = Mapping[str, tuple[str, ...]]
 
 
 class HalvedModule(Protocol):
-    """What a module of two halves offers to whoever builds and places them; `FlowModule` is one."""
+    """A module whose halves can be built and placed by themselves; `FlowModule` is one."""
 
     halves: Halves
 
     @property
     def role_graph(self) -> RoleGraph:
-        """What flows between the halves."""
+        """The edges between the halves."""
 
     @property
     def builds_whole(self) -> bool:
@@ -36,7 +36,7 @@ class HalvedModule(Protocol):
         """Builds both halves."""
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
-        """How the layers of a half are divided among tensor-parallel ranks."""
+        """Divides the layers of a half among tensor-parallel ranks."""
 
     def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
         """As of `torch.nn.Module`."""

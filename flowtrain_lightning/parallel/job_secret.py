@@ -19,7 +19,7 @@ _RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 class ForeignMessageError(RuntimeError):
-    """What was said to come from a rank of this job was not said by one that knows its secret."""
+    """A message in the name of this job comes from a process that does not know its secret."""
 
 
 class JobKey:
@@ -93,7 +93,7 @@ def offer_secret() -> None:
 
 
 def secret_file() -> Path:
-    """Where the user's secret is kept: below ``XDG_STATE_HOME``, as a rule ``~/.local/state``."""
+    """The file of the user's secret: below ``XDG_STATE_HOME``, as a rule ``~/.local/state``."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "flowtrain", "job-secret")
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other before they have groups, and what is said of those that do not come."""
+"""Lets the ranks of a job find each other before they have groups, and names those that do not come."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _looks(store: KeyedStore) -> Iterator[bool]:
 
 
 def _value(store: KeyedStore, key: str) -> str:
-    """What a rank of the job has put; nothing where none has."""
+    """Reads what a rank of the job has put; nothing where none has."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other as bytes: JSON, with tags for tuples, paths and tensors. Reading it never runs code."""
+"""Messages of ranks as bytes: JSON, with tags for tuples, paths and tensors. Reading it never runs code."""
 
 from __future__ import annotations
 

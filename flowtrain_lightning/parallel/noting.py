@@ -128,7 +128,7 @@ def _noted_trunc_normal(
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-    """What an operation returns for arguments without memory, and which of it lies in none of the arguments."""
+    """Returns an operation's results for arguments without memory, and those that lie in none of the arguments."""
     leaves, tree = tree_flatten((args, kwargs))
     leaves = [_without_memory(leaf) for leaf in leaves]
     args, kwargs = tree_unflatten(leaves, tree)

@@ -1,4 +1,4 @@
-"""What of a run lies in host memory, so that a device has room: saved activations, and what the optimizer steps."""
+"""Moves saved activations and the optimizer's tensors into host memory, so that a device has room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, and what such parts make together: plain arithmetic on offsets and sizes."""
+"""Regions of tensors that ranks hold, and what they make together: plain arithmetic on offsets and sizes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Region:
 
     @property
     def elements(self) -> int:
-        """How many numbers lie in it; 1 in that of a scalar."""
+        """The count of numbers in it; 1 in that of a scalar."""
         return math.prod(self.sizes)
 
     def overlap(self, other: Region) -> Region | None:
-        """What lies in both, or None."""
+        """The intersection, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, _ends(self), _ends(other))
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -133,7 +133,7 @@ def _ends(region: Region) -> tuple[int, ...]:
 
 
 def _held(tensor: DTensor) -> Region:
-    """What this rank's coordinate in the mesh says that it holds of a DTensor.
+    """Returns the region of a DTensor at this rank's coordinate in the mesh.
 
     FSDP2 over divided layers cuts what tensor ranks have left of a dimension, though its own dimension of the mesh
     comes first: its placement has a ``split_factor`` then.
@@ -156,7 +156,7 @@ def _held(tensor: DTensor) -> Region:
 
 @dataclass(frozen=True)
 class ElementRun:
-    """What one rank holds of a tensor whose elements ranks share in their order.
+    """A run of elements that one rank holds of a tensor.
 
     Attributes:
         part: the elements, one-dimensional.

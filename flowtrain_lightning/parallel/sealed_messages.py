@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other beside tensors: messages of bounded size, sealed with the job's key."""
+"""Messages between the ranks of a group beside tensors: of bounded size, sealed with the job's key."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class NoStoreError(RuntimeError):
 
 
 def connect_to_store(connect: Callable[[], Store], host: str, port: int, timeout: float) -> Store:
-    """What ``connect`` returns: a store at this address.
+    """Returns the store that ``connect`` makes at this address.
 
     PyTorch tries again where a connection fails, but waits for ever for a word from a program that lets it in and says
     nothing. So it connects in a thread of its own, while this one looks from time to time at who is there.
@@ -92,7 +92,7 @@ _UNANSWERED = "nothing answers those who connect, as behind a firewall"
 
 
 def _who_is_there(host: str, port: int) -> str | None:
-    """What a program at this address does that cannot be the job's store; None where nobody listens."""
+    """Describes a program at this address that cannot be the job's store; None where nobody listens."""
     try:
         connection = socket.create_connection((host, port), _ANSWER_SECONDS)
     except TimeoutError:

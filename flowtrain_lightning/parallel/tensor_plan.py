@@ -1,4 +1,4 @@
-"""How the layers of a half are divided among tensor-parallel ranks: a plan by module path, applied to its weights."""
+"""Divides the layers of a half among tensor-parallel ranks, by a plan of module paths."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _checked_style(
     name: str, layer: nn.Module, style: TensorStyle, ranks: int, stack: DividedTokens | None
 ) -> ParallelStyle:
-    """How `parallelize_module` divides a layer, if it can be done evenly."""
+    """Returns the style by which `parallelize_module` divides a layer, if it can be done evenly."""
     if style not in _DIVIDED:
         known = ", ".join(get_args(TensorStyle))
         raise ValueError(f"tensor_plan gives {name!r} the style {style!r}; known are {known}.")

@@ -1,4 +1,4 @@
-"""Which allocation a run takes, and why: rank 0 chooses, and every rank learns it before it has a role."""
+"""Chooses the allocation of a run, and says why: rank 0 chooses, and every rank learns it before it has a role."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _trained_on: WeakKeyDictionary[FlowModule, Allocation] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """Which allocation a run takes.
+    """The allocation that a run takes.
 
     Attributes:
         allocation: which ranks play which role.
@@ -73,7 +73,7 @@ class PlacementDecision:
         return "\n".join(lines)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What loggers keep; in JSON types."""
+        """Returns what loggers keep, in JSON types."""
         kept: dict[str, Any] = {"allocation": self.allocation.describe(), "allocation_reason": self.reason}
         if self.choice is not None:
             chosen = self.choice.chosen
@@ -160,7 +160,7 @@ def remember_allocation(module: FlowModule, allocation: Allocation) -> None:
 
 
 def _decide(launch: LaunchContext) -> PlacementDecision:
-    """What rank 0 decides: whatever binds the run comes first, then a plan, then the rule of thumb."""
+    """Decides on rank 0: whatever binds the run comes first, then a plan, then the rule of thumb."""
     before = _trained_on.get(launch.module)
     if before is not None and before.size == launch.ranks:
         return PlacementDecision(before, "this module was built on it before, in this process")

@@ -1,4 +1,4 @@
-"""What a data set asks of a module: lengths of as many samples as it takes to know how to split the devices."""
+"""Profiles a data set: lengths of as many samples as it takes to know how to split the devices."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def sample_costs(sizes: SampleSizes, profile: Profile, token_budget: int) -> tup
 
 
 def encoder_devices(encoder: float, backbone: float, devices: int) -> int:
-    """How many devices the encoder gets so that the slower half is as fast as can be; at least one, if it has work."""
+    """Counts the encoder's devices with which the slower half is as fast as can be; at least one, if it has work."""
     if encoder == 0 or devices < 2:
         return 0
     counts = np.arange(1, devices)
@@ -109,7 +109,7 @@ def encoder_devices(encoder: float, backbone: float, devices: int) -> int:
 
 
 def stable_count(available: int, choose: Decide, draw: np.random.Generator) -> tuple[int, bool]:
-    """How many samples make a choice stable: so many that 59 draws of as many all lead to the same one.
+    """Counts the samples that make a choice stable: 59 draws of as many all lead to the same one.
 
     Args:
         available: samples that can be drawn.

@@ -76,7 +76,7 @@ class _Counter:
         self._mode = MetaTensorMode()
 
     def run(self, part: Callable[[], Any]) -> tuple[Any, float]:
-        """What the part returns, and its FLOPs."""
+        """Runs the part; returns its result and its FLOPs."""
         before = self._mode.attention_flops
         with self._mode, FlopCounterMode(display=False) as counter:
             result = part()

@@ -1,4 +1,4 @@
-"""How long ranks of one node take to sum their gradients: two processes do it."""
+"""Times how ranks of one node sum their gradients, by two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each half of a module takes: run alone under a Trainer, by the calls that training makes."""
+"""Times each half of a module, run alone under a Trainer, by the calls that training makes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _QUARTILE = 0.25
 
 @dataclass(frozen=True)
 class HalfTimes:
-    """What the halves took.
+    """The times of the halves.
 
     Attributes:
         passes: role -> number of the probe -> ``[2]`` seconds of forward and of backward.

@@ -1,4 +1,4 @@
-"""What the lanes of an allocation compute in every step, and by which rules: what the simulator is given."""
+"""Lists the work of an allocation's lanes in every step, and its rules, for the simulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayo
 
 
 def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], PassTimes]:
-    """What a batch of a role takes, by its lengths: asked for all batches of some steps at once, each kind once."""
+    """Seconds of a role's batches by their lengths, for all batches of some steps at once, each kind once."""
     kinds: dict[bytes, IntArray] = {}
     for plan in plans:
         if role == BACKBONE:
@@ -35,7 +35,7 @@ def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callabl
 def lane_work(
     plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int
 ) -> tuple[list[StepWork], StepRules]:
-    """What every rank computes in some steps, as a lane for each role that it has.
+    """Lists each rank's work in some steps, as a lane for each of its roles.
 
     The end of a step is one more batch of every member of the backbone, with a forward alone, and, where the encoder
     trains, a part of the backward of every encoder member's last batch.

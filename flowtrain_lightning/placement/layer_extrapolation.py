@@ -27,7 +27,7 @@ _SPREAD = 0.02
 def extrapolate_layers(
     module: FlowModule, probes: Sequence[Probe], run: Callable[[FlowModule], HalfTimes]
 ) -> HalfTimes:
-    """What the halves would take, from what they take with one and with two layers.
+    """Extrapolates the halves' times from those with one and with two layers.
 
     Not every layer of a half need take as long as its second one: some may see a window and some all, and some may
     feed what comes later. So the FLOPs of the whole module are counted as well, and must be what those with one and

@@ -1,4 +1,4 @@
-"""What ranks take for each piece of a step, by a profile or by the models of time: all that simulating it asks.
+"""Costs of each piece of a step on its ranks, by a profile or by the models of time, for simulating it.
 
 A profile knows whole copies on one rank, and how long ranks take to sum. What layouts add follows from that: a ring
 sums in a scatter and a gather of as many bytes (Thakur et al. 2005), so each takes half of it. None of it is taken to
@@ -94,7 +94,7 @@ class ProfiledLayoutCosts:
         return scattered + updated, half.optimizer_seconds / shards
 
     def _sharing(self, role: str) -> tuple[float, float]:
-        """What a layout adds to a rank's forward and to its backward of one batch."""
+        """Seconds that a layout adds to a rank's forward and backward of one batch."""
         half, layout, shards = self.profile.roles[role], self.allocation.layouts[role], self._shards(role)
         scatter = self._summing(half.gradient_bytes, shards) / 2
         if layout.by_deepspeed:

@@ -52,7 +52,7 @@ PlanSteps = Callable[[Allocation, int], Sequence[StepPlan]]
 
 @dataclass(frozen=True)
 class Processors:
-    """Which ranks share what they compute on.
+    """Ranks that share what they compute on.
 
     Attributes:
         sharing: ranks that share something, such as the ranks of one device or all ranks of one CPU.
@@ -65,7 +65,7 @@ class Processors:
 
 @dataclass(frozen=True)
 class MeasuredPrediction(Prediction):
-    """What steps take on an allocation, by a profile.
+    """Times of steps on an allocation, by a profile.
 
     Attributes:
         allocation: which ranks do what.
@@ -137,7 +137,7 @@ class MeasuredCosts:
         return max(held.values())
 
     def predict(self, allocation: Allocation) -> MeasuredPrediction | None:
-        """What steps take on an allocation, or None where the steps cannot be dealt to it."""
+        """Returns the seconds of steps on an allocation, or None where they cannot be dealt to it."""
         try:
             plans = self.plan_steps(allocation, SIMULATED_STEPS)
         except PackingError:
@@ -149,7 +149,7 @@ class MeasuredCosts:
         return self._fitting(default_allocation(self.ranks, placement, encoder_ranks, per_node, self.ranks_per_device))
 
     def _fitting(self, whole: Allocation) -> MeasuredPrediction | None:
-        """What steps take on these ranks, with as few roles in shards as fit; None where nothing does."""
+        """Returns the seconds of steps on these ranks, with as few roles in shards as fit; None where nothing does."""
         for roles in _SHARDINGS:
             allocation = whole.with_roles(roles)
             if self._runs(allocation) and self._fits(allocation):
@@ -196,7 +196,7 @@ def search_splits(most: int, predict: Callable[[int], MeasuredPrediction | None]
 def predict_steps(
     plans: Sequence[StepPlan], allocation: Allocation, profile: Profile, processors: Processors, kept_batches: int
 ) -> MeasuredPrediction:
-    """What consecutive steps take on the allocation that they were planned for.
+    """Returns the seconds of consecutive steps on the allocation that they were planned for.
 
     Args:
         plans: the steps.

@@ -40,7 +40,7 @@ _SHOWN_LINES = 3
 
 
 def measured_profile(trainer: L.Trainer, module: FlowModule, data: FlowDataModule) -> Profile:
-    """What the halves cost here.
+    """Costs of the halves on this machine.
 
     Args:
         trainer: about to run.
@@ -122,7 +122,7 @@ def _measure(deadline: float) -> Profile:
 
 
 def _kept_files(data: FlowDataModule, origin: ProfileOrigin) -> Iterator[Path]:
-    """Where a profile of this origin may be kept: beside the index of the training data."""
+    """Returns the file for a profile of this origin: beside the index of the training data."""
     name = f"profile.{fingerprint(asdict(origin))}.json"
     folders = cache_folders(data.path("train")) if data.index.cache_dir is None else [Path(data.index.cache_dir)]
     yield from (folder / name for folder in folders)

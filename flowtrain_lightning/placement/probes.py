@@ -1,4 +1,4 @@
-"""Which microbatches a profile times: real samples, in sets that differ in size and in the lengths they are made of."""
+"""Chooses the microbatches that a profile times: real samples, in sets of different sizes and lengths."""
 
 from __future__ import annotations
 

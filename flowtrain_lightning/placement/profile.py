@@ -23,7 +23,7 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True)
 class ProfileOrigin:
-    """What was measured, where and with what: profiles of one origin may stand for each other.
+    """The origin of a profile: module, device and versions. Profiles of one origin may stand for each other.
 
     Attributes:
         module: the module's class and a fingerprint of its parameters' names, shapes, types and trainable flags.
@@ -96,7 +96,7 @@ class RoleProfile:
 
 @dataclass(frozen=True)
 class ReductionCost:
-    """How long data-parallel ranks take to sum their gradients: ``constant + seconds_per_byte * bytes``.
+    """Seconds in which data-parallel ranks sum their gradients: ``constant + seconds_per_byte * bytes``.
 
     Attributes:
         ranks: ranks among which it was measured.
@@ -132,7 +132,7 @@ class ReductionCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """How long the two halves of a module take on one device.
+    """Times of a module's halves on one device.
 
     Attributes:
         origin: what was measured, where and with what.

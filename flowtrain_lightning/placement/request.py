@@ -1,4 +1,4 @@
-"""What a user says about the allocation, and whether it can be done: refused before any rank is started."""
+"""A user's request for an allocation, refused before any rank is started where it cannot be done."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TRAINED: tuple[Sharding, ...] = ("replicate", "fsdp", "deepspeed-1", "deepspeed
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What a user says about the allocation; None leaves it open.
+    """A user's request for an allocation; None leaves a part open.
 
     Attributes:
         allocation: all of it.
@@ -189,7 +189,7 @@ def _of_module(allocation: Allocation, source: str, graph: RoleGraph) -> Allocat
 
 
 def why_it_cannot_run(allocation: Allocation) -> str | None:
-    """What training does not offer today of an allocation, as the end of a sentence about it; None where it runs."""
+    """Returns the end of a sentence about what training does not offer of an allocation; None where it runs."""
     if not allocation.is_bound:
         return (
             f"has the roles {', '.join(allocation.layouts)}, whose names do not say what flows between them. Call them "

@@ -18,7 +18,7 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 
 def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
-    """Which part of every step a rank loads, where the ranks lie on ``nodes`` alike."""
+    """Returns the part of every step that a rank loads, where the ranks lie on ``nodes`` alike."""
     layouts = allocation.layouts
     trunk, members = allocation.trunk, {role: layouts[role].data for role in allocation.producers}
     of_node = allocation.size // nodes
@@ -54,7 +54,7 @@ def first_steps(data: FlowDataModule) -> PlanSteps:
 
 
 def processors_of(device: torch.device, ranks: int, ranks_per_device: int, nodes: int = 1) -> Processors:
-    """What the ranks compute on: all those of a node share its CPU, or those of a device share that."""
+    """Returns the ranks that share what they compute on: all of a node its CPU, or those of a device the device."""
     on_cpu = device.type == "cpu"
     together = ranks // nodes if on_cpu else ranks_per_device
     capacity = len(os.sched_getaffinity(0)) / torch.get_num_threads() if on_cpu else 1.0

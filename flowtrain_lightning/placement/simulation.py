@@ -25,7 +25,7 @@ scattering gradients part of the pass that waits for it."""
 
 @dataclass(frozen=True)
 class Activity:
-    """What one rank does in one piece.
+    """A piece of work of one rank.
 
     Attributes:
         rank: who.
@@ -140,7 +140,7 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCos
 
 
 def _activities(spans: Sequence[SimulatedSpan], works: Sequence[StepWork], costs: LayoutCosts) -> Iterator[Activity]:
-    """What was simulated, with the end of a step told apart from the batches."""
+    """A simulated step, with its end told apart from its batches."""
     ends = {role: costs.end_of_step(role) for role in (ENCODER, BACKBONE)}
     for span in spans:
         (role, member, number), kind = span.work

@@ -1,4 +1,4 @@
-"""Which callbacks do not work under flowtrain: refused in sentences that say what to do instead."""
+"""Refuses callbacks that do not work under flowtrain, in sentences that say what to do instead."""
 
 from __future__ import annotations
 

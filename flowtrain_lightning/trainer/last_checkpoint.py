@@ -1,4 +1,4 @@
-"""Which checkpoint ``ckpt_path="last"`` means: the newest one of this module and these data, the same on all ranks.
+"""Finds the checkpoint that ``ckpt_path="last"`` means: the newest of this module and data, the same on all ranks.
 
 Plain Lightning looks into the folder of this very start, which is a new ``version_N`` each time. Here it is sought
 below ``default_root_dir``, and wherever the checkpoint callbacks and the first logger write.
@@ -157,7 +157,7 @@ class LastCheckpoint(os.PathLike[str]):
 
 
 def search_folders(trainer: L.Trainer) -> list[Path]:
-    """Where checkpoints of this run and of earlier starts of it may lie; URLs are left out, which ``fit`` refuses."""
+    """Returns folders in which checkpoints of this run's starts may lie; without URLs, which ``fit`` refuses."""
     named: list[Any] = [trainer.default_root_dir]
     callbacks = trainer.checkpoint_callbacks  # type: ignore[attr-defined]
     named += [getattr(callback, "dirpath", None) for callback in callbacks]

@@ -1,4 +1,4 @@
-"""What in a module makes its gradients depend on how samples are packed: found, and named in the log."""
+"""Finds parts of a module whose gradients depend on how samples are packed, and names them in the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers a run cannot step: refused in sentences that say what to do."""
+"""Refuses optimizers that a run cannot step, in sentences that say what to do."""
 
 from __future__ import annotations
 

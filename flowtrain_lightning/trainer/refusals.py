@@ -1,4 +1,4 @@
-"""What of Trainer, module, layouts and nodes is refused before the first step, in sentences that say what to do."""
+"""Refuses settings of Trainer, module, layouts and nodes before the first step, in sentences that say what to do."""
 
 from __future__ import annotations
 
