@@ -1,4 +1,4 @@
-"""Which ranks play which role, and in which layout: the answer of every planner."""
+"""An allocation: the ranks of each role and their layout, which every planner answers with."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Allocation:
 
     @cached_property
     def graph(self) -> RoleGraph:
-        """What flows between the roles.
+        """The edges between the roles.
 
         Raises:
             AllocationError: no edges are given, and the names of the roles do not say it.

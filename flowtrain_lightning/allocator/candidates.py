@@ -27,7 +27,7 @@ LONG_SHARE = 1024
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Which layouts may be used at all, for instance because a runtime knows no others.
+    """The layouts that may be used at all, for instance because a runtime knows no others.
 
     Attributes:
         tensor: tensor degrees; those that do not divide a node are left out.
@@ -106,7 +106,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many it needs."""
+        """The number that it needs."""
         return self.layout.ranks
 
     def details(self, problem: RoleProblem) -> Evaluation:

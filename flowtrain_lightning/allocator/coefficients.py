@@ -17,7 +17,7 @@ LAUNCH = 6.5e-6
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a device's peaks one role's work reaches: fitted to published steps, or to a profile.
+    """Shares of a device's peaks that one role's work reaches: fitted to published steps, or to a profile.
 
     Attributes:
         dense: share of the peak FLOP/s, by a large matrix product.
@@ -45,7 +45,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What `FITTED` names: fitted on all devices together.
+    """The shares that `FITTED` names: fitted on all devices together.
 
     Attributes:
         dense_reached: of the best matrix product that was measured on a device alone, what training sustains.

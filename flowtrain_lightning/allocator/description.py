@@ -1,4 +1,4 @@
-"""What a module is made of, as far as planning needs it: matrices, layers of attention, and what of it trains."""
+"""Describes a module as far as planning needs it: matrices, layers of attention, and the parts that train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a half the ranks of a tensor group divide among them, and what each of them has whole."""
+"""Divides a half among the ranks of a tensor group, as far as that can be done; the rest each of them has whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Division:
 
 
 def division(half: Half, part: Layers, tensor: int) -> Division:
-    """How ``tensor`` ranks divide one of a half's layers."""
+    """The division of one of a half's layers among ``tensor`` ranks."""
     if not half.perceptrons_only:
         return Division(tensor, tensor)
     return Division(1, 1 if part.feed_forward % tensor else tensor)

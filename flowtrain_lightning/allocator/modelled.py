@@ -134,7 +134,7 @@ class ModelledCosts:
 
     @property
     def why_nothing_fits(self) -> str:
-        """What does not fit into what, as the beginning of a sentence."""
+        """Says what does not fit, as the beginning of a sentence."""
         cluster = self._cluster
         devices = "1 device" if cluster.devices == 1 else f"{cluster.devices} devices"
         return (

@@ -1,4 +1,4 @@
-"""What eager code does around the products of a layer: how many operations it starts, and how many bytes they move.
+"""Counts eager operations around the products of a layer, and the bytes that they move.
 
 `Coefficients.memory` was fitted to MPT's code, whose norms are one operation each and which rotates nothing: as many
 bytes as there would be if every part read its inputs and wrote its result once count there. Code in other forms is

@@ -19,7 +19,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class PlanContent:
-    """What a file of a plan holds.
+    """The contents of a plan's file.
 
     Attributes:
         placement: whether roles share ranks.
@@ -34,7 +34,7 @@ class PlanContent:
 
 @dataclass(frozen=True)
 class RoleContent:
-    """What a file of a plan holds of one role.
+    """The contents of a plan's file about one role.
 
     Attributes:
         layout: what a `Layout` is made of, as it stands there.
@@ -132,7 +132,7 @@ def _parsed(kind: type[Part], values: Any, what: str) -> Part:
 
 
 def _sentence(text: str) -> str:
-    """What jsonargparse says, in one line and without Python's names of types."""
+    """Puts jsonargparse's message into one line, without Python's names of types."""
     line = " ".join(text.split()).replace("a typing.Literal[", "one of [").rstrip(".")
     return re.sub(r"a <class '(\w+)'>", r"type \1", line)
 

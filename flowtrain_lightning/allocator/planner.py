@@ -34,7 +34,7 @@ class NoPlanError(PlanningError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What steps are predicted to take on one allocation.
+    """A prediction of steps on one allocation.
 
     Attributes:
         kind: how roles share devices.
@@ -56,7 +56,7 @@ class Prediction:
         return self.kind in ("separate", "mixed")
 
     def cells(self) -> dict[str, str]:
-        """What a table shows beside the time of a step: heading -> text."""
+        """Columns of a table beside the time of a step: heading -> text."""
         return {f"{role} idle": f"{100 * share:.0f} %" for role, share in self.idle.items()}
 
 
@@ -162,7 +162,7 @@ def _faster(one: Prediction, other: Prediction) -> str:
 
 
 def _idle(rival: Prediction) -> str:
-    """How idle ranks would be, as the end of a sentence; nothing where they would not be."""
+    """Says how idle ranks would be, as the end of a sentence; nothing where they would not be."""
     if not any(rival.idle.values()):
         return ""
     (role, share), *others = rival.idle.items()

@@ -1,4 +1,4 @@
-"""Which rank has which role: by rule of thumb, or by a plan's layouts, node by node."""
+"""Assigns roles to ranks: by rule of thumb, or by a plan's layouts, node by node."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def largest_tensor_degree(layouts: Mapping[str, Layout]) -> int:
 
 
 def _filled_blocks(layouts: Mapping[str, Layout], size: int) -> list[dict[str, int]]:
-    """How many devices of each role are in every block; only the last one may be less than full."""
+    """Counts the devices of each role in every block; only the last one may be less than full."""
     falling = sorted(layouts, key=lambda role: (-layouts[role].tensor, role != BACKBONE))
     blocks: list[dict[str, int]] = [defaultdict(int)]
     for role in falling:

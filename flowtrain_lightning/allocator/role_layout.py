@@ -122,7 +122,7 @@ class Layout:
 
     @property
     def meets(self) -> Meeting:
-        """Which of the ranks need each other in a pass: to gather weights, or to sum gradients in every backward."""
+        """The ranks that need each other in a pass: to gather weights, or to sum gradients in every backward."""
         if self.gathers_weights:
             return Meeting(self.ranks_of_member, self.data // self.replicas, ("forward", "backward"))
         if self.shard == "deepspeed-2":
@@ -149,7 +149,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """What a user says of a role's layout where the number of its ranks follows from the run.
+    """A user's wish for a role's layout, where the number of its ranks follows from the run.
 
     Attributes:
         shard: how the ranks hold the weights, see `Layout`.

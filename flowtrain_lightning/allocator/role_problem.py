@@ -1,4 +1,4 @@
-"""What planning knows of one role before it chooses a layout, and the families of layouts that it chooses from."""
+"""A role before its layout is chosen, and the families of layouts that it is chosen from."""
 
 from __future__ import annotations
 

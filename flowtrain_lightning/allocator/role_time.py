@@ -160,7 +160,7 @@ def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
 
 
 def offload_seconds(problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray) -> FloatArray:
-    """What of sending a microbatch's activations to the host and back outlasts its computing, or a rank's weights."""
+    """Seconds by which sending activations to the host and back outlasts the computing, or a rank's weights."""
     there = back = np.zeros_like(tokens)
     if family.host_activations:
         there = back = kept_activations(problem, family) * tokens / family.pipeline

@@ -1,4 +1,4 @@
-"""What a step asks of every role: how many tokens and media items of which lengths, and how they may be batched."""
+"""A step's work for every role: tokens and media items by length, and how they may be batched."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ENCODER_BATCHES_IN_FLIGHT = 4
 
 
 def typical_workload(module: ModuleDescription, **settings: Any) -> Workload:
-    """What is assumed where nothing is known of the data: one media item a sample, lengths that are log-normal.
+    """Assumes a workload where nothing is known of the data: one media item a sample, lengths that are log-normal.
 
     Half of the samples have more than 1,200 tokens, half of the media items more than 1,024 tokens of the encoder; one
     in six is longer than twice that, one in six shorter than half.

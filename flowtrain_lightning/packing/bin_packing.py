@@ -88,7 +88,7 @@ def _least_free(bins_below: IntArray, leaves: int, wanted: int) -> int:
 
 @compiled
 def fitting_count(tokens: IntArray, bins: int, budget: int) -> int:
-    """How many of the first samples best fit brings into ``bins`` bins, by bisection; ``tokens``: ``[samples]``."""
+    """Counts the first samples that best fit brings into ``bins`` bins, by bisection; ``tokens``: ``[samples]``."""
     total = np.cumsum(tokens)
     low = int(np.searchsorted(total, (bins - 1) * budget // 2, side="right"))
     high = int(np.searchsorted(total, bins * budget, side="right")) + 1

@@ -1,4 +1,4 @@
-"""What it costs to compute a packed set of sequences: from a model's dimensions, or fitted to measured times."""
+"""The cost of computing a packed set of sequences: from a model's dimensions, or fitted to measured times."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class AdaptiveCost:
         return self.cost
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next steps depend on, in JSON types."""
+        """The state on which the next steps depend, in JSON types."""
         recent = [[[item.tokens, item.squares, item.seconds] for item in of_step] for of_step in self._recent]
         return {"cost": asdict(self.cost), "error": self.error, "recent": recent}
 

@@ -175,7 +175,7 @@ def _cut(batch: IntArray, patches: IntArray, budget: int) -> list[IntArray]:
 
 
 def _busy_by_position(costs: FloatArray, position: IntArray, busy: FloatArray, alone: BoolArray) -> FloatArray:
-    """How much of what ranks do beside encoding counts when the media items of a position are dealt, from 0 to 1.
+    """The weight of ranks' other work when the media items of a position are dealt, from 0 to 1.
 
     So much that ranks that only encode have as large a part of the media of every position, but for two: features of
     the first one are waited for, and gradients of the last one come when everything else is done. Of these they encode

@@ -1,4 +1,4 @@
-"""How good a packing is: unused budget, waiting ranks, drift of composition."""
+"""Measures a packing: unused budget, waiting ranks, drift of composition."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def graph_of_step(work: StepWork, rules: StepRules) -> TimedGraph:
 
 
 class _Lane(NamedTuple):
-    """What a member does, in order, where nobody else decides it.
+    """A member's passes, in order, where nobody else decides it.
 
     Attributes:
         batches: of the member.
@@ -114,7 +114,7 @@ def _members(work: StepWork, rules: StepRules) -> dict[int, list[_Member]]:
 
 
 def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) -> Iterator[list[int]]:
-    """What a rank does, by lanes; in one lane where its order is fixed."""
+    """A rank's works, by lanes; in one lane where its order is fixed."""
     if not rules.in_fixed_order or len(members) < 2:
         yield from (lanes[member].works(lanes[member].order) for member in members)
         return

@@ -146,7 +146,7 @@ def _swap_with_cheapest(bins: Bins, members: IntArray, own: IntArray) -> bool:
 
 @compiled
 def _best_swap(bins: Bins, ours: IntArray, theirs: IntArray, top: int, other: int) -> tuple[int, int]:
-    """What to give and what to take back (or -1) so that the difference between two bins shrinks most."""
+    """Finds what to give and what to take back (or -1) so that the difference between two bins shrinks most."""
     tokens, costs = bins.tokens, bins.costs
     gap, free = bins.load[top] - bins.load[other], bins.budget - bins.fill[other]
     best_gain = 1e-7 * gap
@@ -191,7 +191,7 @@ def _partition_with_cheap(bins: Bins, members: IntArray, own: IntArray) -> bool:
 def two_way_partition(
     ours: IntArray, theirs: IntArray, tokens: IntArray, costs: FloatArray, fill: IntArray, budget: int, gap: float
 ) -> IntArray:
-    """Which samples of two bins should change sides so that the bins cost the same; tries all subsets.
+    """Finds samples of two bins that should change sides so that the bins cost the same; tries all subsets.
 
     Args:
         ours: samples of the costlier bin, the longest first.

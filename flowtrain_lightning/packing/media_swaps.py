@@ -1,4 +1,4 @@
-"""Which position of a step reads how much media: what is wanted, and swaps of samples until it is so."""
+"""Swaps samples between positions of a step until each reads about as much media as it should."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _swap(samples: _Samples, rich: int, poor: int, wanted: float) -> float:
 
 @compiled
 def wanted_media(cost: FloatArray, media: FloatArray, least: FloatArray, most: FloatArray) -> FloatArray:
-    """How much media each position should read for the step to be short.
+    """Media that each position should read for the step to be short.
 
     A step is as long as its longest chain: the forwards for all positions up to one, that position and the following
     ones on the backbone, and the backwards for all positions from another one on. Media move, a little at a time, from

@@ -193,7 +193,7 @@ def balance_totals(bin_of: IntArray, costs: FloatArray, positions: int, ranks: i
 def _candidates(
     tokens: IntArray, costs: FloatArray, fitted: IntArray, positions: int, ranks: int, budget: int
 ) -> list[IntArray]:
-    """What different algorithms make of a step whose ranks synchronise at every microbatch, each rebalanced."""
+    """Packs a step whose ranks synchronise at every microbatch by different algorithms, each rebalanced."""
     bins = positions * ranks
     found = [fill_groups(tokens, costs, positions, ranks, budget)]
     if found[0].min() < 0:

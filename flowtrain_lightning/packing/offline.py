@@ -25,7 +25,7 @@ from flowtrain_lightning.packing.stream_packer import StreamPacker
 
 @dataclass(frozen=True)
 class OfflineSettings:
-    """How to pack: into steps of a number of microbatches, or of a number of samples.
+    """Settings of packing: into steps of a number of microbatches, or of a number of samples.
 
     Attributes:
         token_budget: the most tokens of a microbatch.

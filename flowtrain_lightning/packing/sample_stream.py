@@ -16,7 +16,7 @@ Lengths = Callable[[int, int], IntArray]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """What the membership of steps depends on, beside the stream itself; kept in the checkpoint.
+    """Settings on which the membership of steps depends, beside the stream itself; kept in the checkpoint.
 
     Attributes:
         token_budget: the most tokens of a microbatch.
@@ -63,7 +63,7 @@ class StreamSettings:
         return self.fill * self.groups * self.balance_group * self.token_budget
 
     def samples_that_fill(self, tokens: IntArray) -> int:
-        """How many samples fill a step on average; ``tokens``: ``[samples]`` of such samples."""
+        """Counts the samples that fill a step on average; ``tokens``: ``[samples]`` of such samples."""
         return max(1, round(self.step_tokens / tokens.mean())) if len(tokens) else 1
 
 
@@ -81,7 +81,7 @@ def usual_balance_group(microbatches: int) -> int:
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a stream stands: all that a checkpoint needs to go on with the same steps.
+    """The position of a stream: all that a checkpoint needs to go on with the same steps.
 
     Attributes:
         next_sample: the first sample that was not drawn when the running block was planned.

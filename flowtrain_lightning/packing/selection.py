@@ -30,7 +30,7 @@ _MADE_UP_FOR = 0.05
 
 @dataclass(frozen=True)
 class Selection:
-    """What a block takes of its buffer.
+    """The samples that a block takes of its buffer.
 
     Attributes:
         members: ``[n]`` indices into the buffer, of the longest sample first.
@@ -211,7 +211,7 @@ def deferred_samples(lengths: IntArray, may_wait: BoolArray, settings: StreamSet
 def steps_for_outliers(
     lengths: IntArray, due: IntArray, before: FloatArray, settings: StreamSettings, *, steps: int, most_steps: int
 ) -> int:
-    """How many steps to plan, so that outliers share groups with as many of their like as can be.
+    """Counts the steps to plan, so that outliers share groups with as many of their like as can be.
 
     The wait of a sample counts from the step at which it is drawn. So a block ends before the first outlier would be
     drawn; and where outliers wait, blocks end where they must go, which the last of them does with as many steps'

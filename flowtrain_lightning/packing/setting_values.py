@@ -83,7 +83,7 @@ def _is_allowed(value: Any, hint: Any, least: float | None, above: float | None)
 
 
 def _allowed(hint: Any, least: float | None, above: float | None) -> str:
-    """What a hint allows, in words."""
+    """Says in words what a hint allows."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_allowed(part, least, above) for part in parts)

@@ -35,7 +35,7 @@ from flowtrain_lightning.packing.step_work import FORWARD_SHARE, StepRules, Step
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """What one rank computes in one piece.
+    """A piece of one rank's computing.
 
     Attributes:
         step: which of the simulated steps.
@@ -127,7 +127,7 @@ def simulate_step(work: StepWork, rules: StepRules) -> SimulatedStep:
 
 @compiled
 def closed_form_time(order: IntArray, cost: FloatArray, media: FloatArray) -> float:
-    """What :func:`simulate_step` finds for steps whose encoder ranks all have the same to do; for searches.
+    """The result of :func:`simulate_step` for steps whose encoder ranks all have the same to do; for searches.
 
     It is the simulator's special case with lanes on ranks of their own, an encoder that trains, no limit on kept
     activations, and of each position one batch on every encoder rank, all of equal cost, which all backbone lanes read.

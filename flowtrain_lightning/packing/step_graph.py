@@ -18,7 +18,7 @@ Pass = tuple[Kind, int]
 
 
 class Meeting(NamedTuple):
-    """Which ranks of a role begin a pass together, since each needs the others in it.
+    """Ranks of a role that begin a pass together, since each needs the others in it.
 
     Attributes:
         ranks: of one member: they share all of its work.
@@ -42,7 +42,7 @@ def any_binds(meets: Mapping[str, Meeting]) -> bool:
 
 
 class BatchOf(NamedTuple):
-    """Which batch of a step it is.
+    """A batch of a step.
 
     Attributes:
         role: whose it is.
@@ -56,7 +56,7 @@ class BatchOf(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the ranks of one member do with one batch, together.
+    """The work of one member's ranks on one batch, together.
 
     Attributes:
         batch: the batch.

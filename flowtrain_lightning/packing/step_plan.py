@@ -1,4 +1,4 @@
-"""What a packer takes and gives: the sizes of samples, and the plan of one step (numpy only)."""
+"""The input and output of a packer: the sizes of samples, and the plan of one step (numpy only)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SYNC_EVERY: tuple[str, ...] = get_args(SyncEvery)
 
 
 class PackingError(ValueError):
-    """What was asked for cannot be packed."""
+    """A request that cannot be packed."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class SampleSizes:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one encoder batch hands to one microbatch: the unit that passes through the pool.
+    """The rows that one encoder batch hands to one microbatch: the unit that passes through the pool.
 
     Attributes:
         encoder_rank: who encodes, counted over all encoders, one after another.
@@ -122,7 +122,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Who encodes and who reads what in one step. Equal on all ranks.
+    """The plan of one step: who encodes and who reads what. Equal on all ranks.
 
     Attributes:
         samples: ``[n]`` indices into the data set, in sampler order.

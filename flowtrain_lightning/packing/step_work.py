@@ -1,4 +1,4 @@
-"""What the members of each role compute in a step, how long it takes them, and by which rules."""
+"""The work of each role's members in a step: its seconds, and the rules of its order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ these steps hold media."""
 
 
 class PassTimes(NamedTuple):
-    """What the two passes over a batch take.
+    """Seconds of the two passes over a batch.
 
     Attributes:
         forward: time of the forward.
@@ -34,7 +34,7 @@ class PassTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedBatch:
-    """What one batch of a member takes.
+    """Seconds and readers of one batch of a member.
 
     Attributes:
         forward: time of its forward.
@@ -71,7 +71,7 @@ def step_work(
     encoder_batch_time: Callable[[IntArray], PassTimes],
     recomputed: Sequence[Collection[int]] | None = None,
 ) -> StepWork:
-    """What a plan has its members compute; encoder batches that are empty are left out.
+    """Lists the work of a plan's members; encoder batches that are empty are left out.
 
     Args:
         plan: who encodes and who reads what.
@@ -111,7 +111,7 @@ def in_two_passes(time: float) -> PassTimes:
 
 @dataclass(frozen=True)
 class StepRules:
-    """Who computes, and in which order.
+    """The ranks that compute, and the rules of their order.
 
     Attributes:
         ranks: role -> the ranks of each member, which share its work. A rank of several roles does what it can of the

@@ -154,7 +154,7 @@ def plan_block(lengths: Lengths, state: StreamState, settings: StreamSettings) -
 
 
 def _steps(buffer: SampleBuffer, most_steps: int, settings: StreamSettings) -> int:
-    """How many steps to plan, at most ``most_steps``."""
+    """Counts the steps to plan, at most ``most_steps``."""
     steps = min(steps_in_block(settings.max_delay, settings.lookahead), most_steps)
     before = np.cumsum(buffer.tokens) - buffer.tokens
     seen = int(np.searchsorted(before, steps * settings.step_tokens))

@@ -29,14 +29,14 @@ OFFSET_MASK = MAX_SEGMENT_BYTES - ALIGNMENT
 
 
 class Tier(IntEnum):
-    """Which memory of the owner holds the tensors of an entry."""
+    """The memory of the owner that holds the tensors of an entry."""
 
     HOST = 0
     DEVICE = 1
 
 
 class Address(int):
-    """Where an entry lies: a number below 2**64 with named parts."""
+    """The address of an entry: a number below 2**64 with named parts."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ class Address(int):
 
     @property
     def generation(self) -> int:
-        """Which of the entries that lie there one after another it is."""
+        """The number of the entry among those that lie there one after another."""
         return self & GENERATIONS - 1
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class Address(int):
 
 
 def address_layout() -> str:
-    """Which bits of an address are which part, from the highest on."""
+    """The bits of an address by part, from the highest on."""
     parts = (
         ("owner", OWNER_BITS),
         ("tier", TIER_BITS),

@@ -40,7 +40,7 @@ Elsewhere all records go through the sockets, whose system calls order them.
 
 
 class Kind(IntEnum):
-    """What a record says. The fields of `ControlRecord` that a kind uses are named in brackets."""
+    """The kind of a record. The fields of `ControlRecord` that it uses are named in brackets."""
 
     HELLO = 1
     """I am ``sender`` of ``number`` ranks; my status page and my wake event are attached."""

@@ -1,4 +1,4 @@
-"""What a rank's part of the pool has done so far, for monitors and logs."""
+"""Counters of a rank's part of the pool, for monitors and logs."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Key(NamedTuple):
 
 
 class EntryLayout(NamedTuple):
-    """How a tuple of tensors will lie in an entry.
+    """The layout of a tuple of tensors in an entry.
 
     Attributes:
         nbytes: size of the entry, header and alignment included.
@@ -121,7 +121,7 @@ class EntryLayout(NamedTuple):
 
 
 class DeviceLocation(NamedTuple):
-    """Where the tensors of an entry lie when that is device memory.
+    """The places of an entry's tensors in device memory.
 
     Attributes:
         offset: in the owner's block, in bytes.
@@ -147,7 +147,7 @@ def entry_nbytes(nbytes: Sequence[int]) -> int:
 
 
 def lay_out_tensors(tensors: Sequence[Tensor]) -> EntryLayout:
-    """How an entry of ``tensors`` will lie.
+    """The layout of an entry of ``tensors``.
 
     Raises:
         PoolError: when no header can describe them.
@@ -223,7 +223,7 @@ def erase_header(memory: Memory, start: int) -> None:
 
 
 def read_header(memory: Memory, start: int, published: ControlRecord) -> tuple[list[StoredTensor], int, int]:
-    """What an entry holds, and the offset and slot in its owner's device memory if its tensors lie there.
+    """Reads an entry, and its offset and slot in the owner's device memory if its tensors lie there.
 
     Args:
         memory: where the entry, or a copy of it, lies.

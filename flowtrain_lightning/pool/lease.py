@@ -1,4 +1,4 @@
-"""What a reader holds of an entry until it gives it back."""
+"""A lease: a reader's hold on an entry until it gives it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of a region of memory are taken, free, or reserved for entries that do not exist yet.
+"""Keeps account of a region's bytes: taken, free, or reserved for entries that do not exist yet.
 
 An owner puts its entries in one order and waits where the next one does not fit. A reader may need a later
 entry before it releases an earlier one: whoever needs entries 3 and 5 together gives back both only when the owner has
@@ -38,7 +38,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class AssignedOffsets:
-    """Where reserved entries lie.
+    """The places of reserved entries.
 
     Attributes:
         offsets: of each entry, in the order, in bytes and aligned.
@@ -50,7 +50,7 @@ class AssignedOffsets:
 
 
 def assign_offsets(order: Sequence[Reservation], capacity: int | None = None) -> AssignedOffsets:
-    """Where each entry will lie: in the first gap between those before it that may still be held by then.
+    """Places each entry in the first gap between those before it that may still be held by then.
 
     Where entries are of equal size, or are held in runs as encoder batches are, no other assignment needs fewer bytes;
     to find the best one for any order is NP-hard.
@@ -298,7 +298,7 @@ class MemoryRegion:
 
     @property
     def occupancy(self) -> Occupancy:
-        """How full it is."""
+        """Its occupancy."""
         return Occupancy(self._used, self._peak, self.capacity)
 
     def _end_block(self, block: FreeList) -> None:

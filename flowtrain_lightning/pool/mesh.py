@@ -172,7 +172,7 @@ class Mesh:
             self._send_outside(peer, message, record.descriptors)
 
     def receive(self, timeout: float = 0.0) -> list[ControlRecord]:
-        """What has arrived for the present link; waits up to ``timeout`` seconds for something.
+        """Reads what has arrived for the present link; waits up to ``timeout`` seconds for something.
 
         Without a timeout it looks into the inbox, and into sockets only now and then, since that is a system call.
 

@@ -355,7 +355,7 @@ class Pool:
                 self._remote.publish(reader, record)
 
     def _receive(self, timeout: float) -> list[ControlRecord]:
-        """What peers have sent, as soon as something has arrived or own copies are done."""
+        """Receives what peers have sent, as soon as something has arrived or own copies are done."""
         copies = self._copies
         if copies is None or not copies.are_underway:
             return self._mesh.receive(timeout)

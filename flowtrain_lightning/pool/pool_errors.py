@@ -1,4 +1,4 @@
-"""What can go wrong in the pool: errors whose text says what was given, what was expected and what to do."""
+"""Errors of the pool, whose text says what was given, what was expected and what to do."""
 
 from __future__ import annotations
 

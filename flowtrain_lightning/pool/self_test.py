@@ -27,7 +27,7 @@ _LABELS = ("self-test owner", "self-test reader")
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What the self-test found.
+    """The results of the self-test.
 
     Attributes:
         put_bytes_per_second: at which an entry of 16 MiB is written.
@@ -100,7 +100,7 @@ def _connect(store: Path, rank: int, timeout: float, secret: str | None) -> Mesh
 
 
 def _read(store: Path, timeout: float, secret: str | None) -> None:
-    """What the child does."""
+    """The child's part."""
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     mesh = _connect(store, 1, timeout, secret)
     pool = Pool.open(mesh, 0, 0)

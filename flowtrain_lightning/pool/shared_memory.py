@@ -115,7 +115,7 @@ def map_memory(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 def first_byte_of(memory: mmap.mmap | bytearray) -> int:
-    """Where this process has these bytes, as a number. It means nothing any more when they are gone."""
+    """The place of these bytes in this process, as a number. It means nothing any more when they are gone."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -138,7 +138,7 @@ def _machine_memory() -> int:
 
 
 def _group_memory() -> int | None:
-    """What control groups (version 2) leave to this process, or None where they set no limit that can be read."""
+    """Bytes that control groups (version 2) leave to this process; None where they set no limit that can be read."""
     try:
         path = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].splitlines()[0]
         folder = Path("/sys/fs/cgroup") / path.lstrip("/")

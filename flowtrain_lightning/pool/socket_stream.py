@@ -76,7 +76,7 @@ class SocketStream:
             epoll.modify(self.descriptor, select.EPOLLIN | (select.EPOLLOUT if self.queued else 0))
 
     def read(self) -> list[ControlRecord] | None:
-        """What has arrived: all of it unless it is much, then the rest has its turn later. None: the peer has closed.
+        """Reads what has arrived; of much a part, the rest has its turn later. None: the peer has closed.
 
         Raises:
             PoolError: when it is no valid record.
@@ -106,7 +106,7 @@ class SocketStream:
 
 
 def receive_bytes(connection: socket.socket, limit: int = _AT_ONCE_BYTES) -> tuple[bytes, tuple[int, ...]]:
-    """What has arrived, up to ``limit`` bytes. No bytes at all: the other side has closed.
+    """Reads what has arrived, up to ``limit`` bytes. No bytes at all: the other side has closed.
 
     Returns:
         The bytes, and the descriptors that came with them. The system ends what it hands out at once behind

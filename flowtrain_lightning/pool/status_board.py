@@ -1,4 +1,4 @@
-"""Who is alive and what it does, and which rank is to blame when the job cannot go on."""
+"""Knows which ranks are alive, what they do, and which one is to blame when the job cannot go on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StatusBoard:
 
 
 class WakeEvent:
-    """What any thread may tell the one that uses a mesh: that something has arrived, or that all is over.
+    """A signal by which any thread tells the one that uses a mesh that something has arrived, or that all is over.
 
     Args:
         descriptor: an ``eventfd``, which peers of this host set, too; closed by `close`.
@@ -195,7 +195,7 @@ def blame_fault(board: StatusBoard, rank: int, peer: int, wait: float) -> tuple[
 
 
 def first_fault(board: StatusBoard, rank: int, wait: float = 1.0) -> str | None:
-    """What to say when a collective fails because a peer has gone: the sentence about the first fault.
+    """The sentence about the first fault, for a collective that fails because a peer has gone.
 
     A connection breaks a moment before its process counts as dead, so this looks for up to ``wait`` seconds. The
     calling rank's page then blames the peer, so that no other rank takes its own end for the first fault.

@@ -1,4 +1,4 @@
-"""What a rank says of itself: a page of shared memory that every rank of its host can read."""
+"""A rank's status: a page of shared memory that every rank of its host can read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LABEL, _PHASE, _ERROR = 1024, 2048, 4096
 
 
 class State(IntEnum):
-    """What has become of a rank."""
+    """The state of a rank."""
 
     STARTING = 0
     """It has not begun its first step yet."""
@@ -39,7 +39,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank's page said at one moment.
+    """A rank's page at one moment.
 
     Attributes:
         rank: whose page it is.
@@ -220,13 +220,13 @@ class StatusPage:
 
     @property
     def state(self) -> State:
-        """What has become of the rank; cheaper than a whole `Status`."""
+        """The state of the rank; cheaper than a whole `Status`."""
         state = self._words[_STATE]
         return State(state) if 0 <= state <= State.FAILED else State.FAILED
 
     @property
     def progress(self) -> int:
-        """How often the rank entered a phase; cheaper than a whole `Status`."""
+        """The count of phases that the rank entered; cheaper than a whole `Status`."""
         return self._words[_PROGRESS]
 
     def read(self) -> Status:
@@ -291,7 +291,7 @@ def is_ending(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; empty where there is none of this number."""
+    """Reads the kernel's line about a process, from its state on; empty where there is none of this number."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""How entries get to readers: they map the segments of their host once, and other hosts are reached by a transport."""
+"""Brings entries to readers: they map the segments of their host once; other hosts are reached by a transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with an encoder in silence, noticed: frozen weights that change, features that nobody uses."""
+"""Notices faults of an encoder that no error tells of: frozen weights that change, features that nobody uses."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class UnusedFeatures:
 
 
 def _held(weight: nn.Parameter) -> Tensor:
-    """What this rank keeps of a weight."""
+    """Returns this rank's part of a weight."""
     return held_run(weight).part if is_partitioned(weight) else local_part(weight)
 
 

@@ -1,4 +1,4 @@
-"""What a user logs outside of steps: rank 0's value on every rank, and a word to those that log alone."""
+"""Values logged outside of steps: rank 0's on every rank, and a word to those that log alone."""
 
 from __future__ import annotations
 

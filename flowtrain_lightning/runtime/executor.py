@@ -29,7 +29,7 @@ _ROOM_FOR_GRADIENTS = "bytes for gradients in the pool"
 
 
 class Progress(Enum):
-    """What a lane has done since it was asked last."""
+    """A lane's progress since it was asked last."""
 
     WORK = "a work"
     PART = "something inside of one"
@@ -53,7 +53,7 @@ Course = Iterator[Progress | Wait]
 
 @dataclass(frozen=True)
 class RolePart:
-    """What a rank needs for the works of one of its roles.
+    """The parts with which a rank does the works of one of its roles.
 
     Attributes:
         method: runs its forwards.
@@ -240,7 +240,7 @@ class Executor:
         return outputs
 
     def _send_gradients_before(self, role: str) -> None:
-        """Where this role alone is not done, begins to sum the gradients of those before it, in one order on all ranks.
+        """Begins to sum the gradients of the roles before this one, once it alone is left; in one order on all ranks.
 
         From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others.
         """

@@ -15,7 +15,7 @@ from flowtrain_lightning.runtime.timeline import COMMUNICATION
 
 
 class Place(NamedTuple):
-    """Where the rows of an entry belong.
+    """The place of an entry's rows.
 
     Attributes:
         name: of the tensors.

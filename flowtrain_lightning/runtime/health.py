@@ -1,4 +1,4 @@
-"""Who of the job is alive and who is to blame: one monitor per process, from its first start to its last exit.
+"""Finds who of the job is alive and who is to blame: one monitor per process, from its first start to its last exit.
 
 Three times follow one another. While ranks start, each process knows only those that it started, or that started it
 (and on several nodes what `StartBeats` hears). Once all are connected, everyone reads everyone's status page. After
@@ -99,7 +99,7 @@ class HealthMonitor:
                 self._tell_nodes = None
 
     def name_ranks(self, labels: Sequence[str]) -> None:
-        """What each rank is, for messages."""
+        """The roles of each rank, for messages."""
         self._labels = labels
 
     def rest(self) -> None:

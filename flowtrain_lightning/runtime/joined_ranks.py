@@ -19,7 +19,7 @@ _LATE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What ends the job.
+    """A fault that ends the job.
 
     Attributes:
         rank: who is to blame, or None when all ranks wait for each other.
@@ -116,7 +116,7 @@ class JoinedRanks:
         return now - max(self._since)
 
     def _hang(self, silent: float) -> Fault | None:
-        """Who keeps all others waiting; None while that is not certain yet, or the start may take longer."""
+        """Finds the rank for which all others wait; None while that is not certain, or the start may take longer."""
         board = self._board
         there = [rank for rank in range(len(board)) if board.pages[rank].state is not State.FINISHED]
         stopped = [rank for rank in there if board.stopped(rank)]

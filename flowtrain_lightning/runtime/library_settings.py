@@ -1,4 +1,4 @@
-"""What a rank sets of the libraries under PyTorch; what the user's environment says of them stands."""
+"""Settings of the libraries under PyTorch that a rank makes; those of the user's environment stand."""
 
 from __future__ import annotations
 

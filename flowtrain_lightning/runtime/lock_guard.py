@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _last_beat(said: bytes, former: tuple[float, str]) -> tuple[float, str]:
-    """What the last whole line says."""
+    """Reads the last whole line."""
     for line in reversed(said.decode(errors="replace").split("\n")[:-1]):
         seconds, tab, sentence = line.partition("\t")
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Where the main thread of this process is, for who must know whether it computes or waits for other ranks."""
+"""Notes whether the main thread of this process computes or waits for other ranks."""
 
 from __future__ import annotations
 

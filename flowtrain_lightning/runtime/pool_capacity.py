@@ -91,7 +91,7 @@ class PoolCapacity:
 
     @property
     def counters(self) -> PoolCounters | None:
-        """What this rank's part of the pool has done since it was opened last; None before the first step."""
+        """Counters of this rank's part of the pool since it was opened last; None before the first step."""
         return self._last_counters if self.context is None else self.context.pool.counters
 
     def ensure_capacity(self, step: Step, anew: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How a process of a job ends: with a sentence on the screen and in a file, its children gone, and at once."""
+"""Ends a process of a job: with a sentence on the screen and in a file, its children gone, and at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does in a step, in which order, and how many bytes of the pool that takes."""
+"""A step program: the works of one rank, their order, and the bytes of the pool that they take."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReadEntry(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many they are."""
+        """Their number."""
         return sum(run.stop - run.start for run in self.slices)
 
 
@@ -76,7 +76,7 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Lane:
-    """What a rank does one thing after another.
+    """Works that a rank does one after another.
 
     Attributes:
         roles: for which it does it.
@@ -89,7 +89,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class RankRole:
-    """What a rank does for one of its roles.
+    """A rank's part in one of its roles.
 
     Attributes:
         role: its name.
@@ -142,7 +142,7 @@ class StepProgram:
     _sizes: dict[frozenset[tuple[str, FeatureSpec]], PoolDemand] = field(default_factory=dict)
 
     def lanes(self, trained: Collection[str]) -> list[Lane]:
-        """What this rank does, by lanes in order of precedence.
+        """This rank's works, by lanes in order of precedence.
 
         Args:
             trained: roles that have backwards in this step.
@@ -165,7 +165,7 @@ class StepProgram:
         return [Lane((*producers, *(self.roles.keys() - producers)), (*frozen, *taking_turns(due, at_position)))]
 
     def pool_demand(self, specs: FeatureSpecs) -> PoolDemand:
-        """What the step asks of the pool; worked out once.
+        """The bytes that the step needs of the pool; worked out once.
 
         Args:
             specs: modality -> what a row of its features is, for all modalities of the step.
@@ -177,7 +177,7 @@ class StepProgram:
 
 
 class PoolDemand:
-    """What a step asks of the pool, in bytes.
+    """The bytes that a step needs of the pool.
 
     Attributes:
         least: bytes with which the fixed order of the step cannot block, on any rank. Gradients have as many bytes of
@@ -219,7 +219,7 @@ def _nbytes(entries: Sequence[MadeEntry | ReadEntry], specs: FeatureSpecs) -> li
 
 
 def _reserved(role: RankRole, specs: FeatureSpecs) -> dict[int, Reservation]:
-    """What is reserved for the entries that a role makes."""
+    """Reservations for the entries that a role makes."""
     made = [batch.made for batch in role.batches.values() if batch.made]
     own = _held_by_batch([_nbytes(of_batch, specs) for of_batch in made])
     return dict(zip([each.entry for of_batch in made for each in of_batch], own, strict=True))
@@ -231,7 +231,7 @@ def _held_to_the_end(reserved: Mapping[int, Reservation]) -> dict[int, Reservati
 
 
 def _held_by_batch(batches: Iterable[Sequence[int]]) -> list[Reservation]:
-    """What is reserved for the entries of an encoder rank, of so many bytes each.
+    """Reservations for the entries of an encoder rank, of so many bytes each.
 
     A batch is put as a whole, so its entries are held together. No other is: readers take features in the order in
     which encoder ranks publish them (the invariant of ``StepPlan.encoder_batches``), copy them when they arrive and

@@ -52,7 +52,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
 
 
 def _reading_role(plan: StepPlan, shard: RankShard, entries: Mapping[int, Sequence[int]]) -> RankRole:
-    """What a rank does for the trunk: each microbatch backward at once, as nobody waits for what it makes.
+    """A rank's part in the trunk: each microbatch backward at once, as nobody waits for what it makes.
 
     Args:
         plan: who encodes and who reads what.
@@ -71,7 +71,7 @@ def _reading_role(plan: StepPlan, shard: RankShard, entries: Mapping[int, Sequen
 def _encoding_roles(
     plan: StepPlan, shard: RankShard, of_batch: Sequence[Mapping[int, Sequence[int]]], kept_batches: int
 ) -> list[RankRole]:
-    """What a rank does for each role that encodes, by itself.
+    """A rank's part in each role that encodes, by itself.
 
     Args:
         plan: who encodes and who reads what.
@@ -99,7 +99,7 @@ def _encoding_roles(
 def _encoding_in_turns(
     plan: StepPlan, shard: RankShard, of_batch: Sequence[Mapping[int, Sequence[int]]], kept_batches: int
 ) -> tuple[tuple[Work, ...], list[RankRole]]:
-    """What a rank does for the roles that encode, where one order holds for all of them; and that order.
+    """A rank's part in the roles that encode, where one order holds for all of them; and that order.
 
     Args:
         plan: see `_encoding_roles`.
@@ -165,7 +165,7 @@ def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> RankBatc
 
 
 def feature_slices(plan: StepPlan, entries: Sequence[Entry]) -> tuple[int, list[tuple[slice, ...]]]:
-    """Where the features of one microbatch's entries belong.
+    """Finds the places of one microbatch's entries among its features.
 
     Args:
         plan: the step's plan.

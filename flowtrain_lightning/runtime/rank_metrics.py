@@ -1,4 +1,4 @@
-"""What a rank spends its time on, what its part of the pool does, and how long its batches took."""
+"""Metrics of one rank: shares of its time, its part of the pool, and the seconds of its batches."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True)
 class _TimedStep:
-    """What the times of a step are told with, without its tensors."""
+    """A step without its tensors, for telling its times."""
 
     stage: str
     index: int

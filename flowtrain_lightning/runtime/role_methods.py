@@ -1,4 +1,4 @@
-"""What the roles of a rank compute: which of the user's methods runs on a batch, and on what."""
+"""The user's methods that a rank runs for its roles, and the batches that they get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowtrain_lightning.runtime.step import RankContext, Step
 
 
 class ForwardResult(NamedTuple):
-    """What a forward gives.
+    """The results of a forward.
 
     Attributes:
         rows: that others read.

@@ -154,7 +154,7 @@ class RoleRunner:
         return self._module.log_report(stage, report)
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
-        """What ``backbone_step`` returns for this rank's microbatches; ``[]`` on an encoder rank."""
+        """Returns the results of ``backbone_step`` for this rank's microbatches; ``[]`` on an encoder rank."""
         step, context = self._begin(batch, "predict")
         outputs: list[Any] = []
         with own_streams():
@@ -193,7 +193,7 @@ class RoleRunner:
 
     @property
     def pool_counters(self) -> PoolCounters | None:
-        """What this rank's part of the pool has done since it was opened last; None before the first step."""
+        """Counters of this rank's part of the pool since it was opened last; None before the first step."""
         return self._capacity.counters
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class RoleRunner:
         return self._step_end.receive(context, step, note, work_ahead)
 
     def _work_ahead(self, step: Step, context: RankContext, steps_left: int) -> WorkAhead:
-        """What this encoder rank does until the step has ended."""
+        """Works ahead on this encoder rank until the step has ended."""
 
         def later(distance: int) -> Step | None:
             following = step.batch.following(distance)
@@ -304,7 +304,7 @@ class RoleRunner:
         return votes
 
     def _note(self, step: Step) -> Note | None:
-        """What this rank tells of a training step; None where nobody wants to know."""
+        """This rank's report of a training step; None where nobody wants to know."""
         note: Note = {}
         wants_metrics = self.metrics_every > 0 and (self.trainer.global_step + 1) % self.metrics_every == 0
         if self.collects_timings:

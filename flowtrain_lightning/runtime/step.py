@@ -63,7 +63,7 @@ class Step:
         self.report, self.notes = first + _REPORT, first + _NOTES
 
     def reserved_features(self, specs: FeatureSpecs, role: str, begun: int = 0) -> dict[Key, Reservation]:
-        """What this rank reserves for the rows that a role of it makes, in the order in which it puts entries.
+        """Reservations for the rows that a role of this rank makes, in the order in which it puts entries.
 
         Args:
             specs: what a row of features of each modality is.
@@ -79,7 +79,7 @@ class Step:
         return {Key(self.features, self.index, entry): reserved for entry, reserved in demand.items()}
 
     def reserved_gradients(self, specs: FeatureSpecs) -> dict[Key, Reservation]:
-        """What this rank reserves for the gradients that it gives back, in the order in which it puts entries."""
+        """Reservations for the gradients that this rank gives back, in the order in which it puts entries."""
         demand = self.program.pool_demand(specs).gradients
         if len(self.answered) < len(self.program.modalities):
             answered = [entry for entry in demand if self.plan.entries[entry].modality in self.answered]
@@ -89,7 +89,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank works with.
+    """The parts that a rank works with.
 
     Attributes:
         pool: through which rows and their gradients pass.

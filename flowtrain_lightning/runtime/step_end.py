@@ -1,4 +1,4 @@
-"""How a step ends: the backbone ranks agree on a report, which reaches encoder ranks through the pool.
+"""Ends a step: the backbone ranks agree on a report, which reaches encoder ranks through the pool.
 
 Whatever else ranks have to tell of a step goes with it as notes. Backbone ranks exchange theirs when they agree. An
 encoder rank sends its own through the pool, since one that works ahead must not be made to wait: a note that finds no
@@ -55,7 +55,7 @@ class StepEnd:
         self._rounds = 0  # how often notes were asked for, alike on all ranks
 
     def compare(self, step: Step, role: str, record: StepRecord) -> set[int]:
-        """What ranks that share weights have not used; raises where they have not worked in one order.
+        """Finds weights that ranks which share them have not used; raises where they have not worked in one order.
 
         Such an order can spoil gradients in silence, and so can layers of which each rank leaves out another.
 

@@ -1,4 +1,4 @@
-"""What each lane did when, by the clock of its device: spans for pictures, totals for progress bars and reports."""
+"""Times of each lane by the clock of its device: spans for pictures, totals for progress bars and reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT_SPANS = 20_000  # of some 200 bytes each: 4 MB, which fill up in the first 
 
 
 class TimedEvent(Protocol):
-    """What `torch.cuda.Event` offers of a point in the work that a stream was given."""
+    """A point in a stream's work, as `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
         """Whether the device has come to it."""

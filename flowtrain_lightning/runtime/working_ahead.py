@@ -1,4 +1,4 @@
-"""How ranks that only encode fill the time until a step ends with encoder batches of later steps.
+"""Ranks that only encode fill the time until a step ends with encoder batches of later steps.
 
 Only where the encoder is frozen. How far they come is a matter of time; what they make is not.
 """
@@ -77,7 +77,7 @@ class LaterSteps:
 
 
 class WorkAhead(Protocol):
-    """What a rank does until a step ends."""
+    """The works of a rank until a step ends."""
 
     def __call__(self, is_over: bool) -> bool:
         """Does a piece of work of a later step, if it can now.

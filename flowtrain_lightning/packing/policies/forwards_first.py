@@ -62,7 +62,7 @@ def recomputed_batches(plan: StepPlan, kept_batches: int) -> tuple[frozenset[int
 
 
 class _Lanes:
-    """How far the lanes of a step have come, each on a rank of its own.
+    """The progress of a step's lanes, each on a rank of its own.
 
     Attributes:
         readers: ``[encoder rank][batch]`` the microbatches that read it.

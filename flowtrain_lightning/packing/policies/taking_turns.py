@@ -46,7 +46,7 @@ def taking_turns(producer: Sequence[tuple[Due, T]], consumer: Sequence[Sequence[
 
 
 def _ready(left: Sequence[Due], position: int) -> int:
-    """How many passes go before a position: up to and with the next forward, or none.
+    """Counts the passes that go before a position: up to and with the next forward, or none.
 
     A forward goes before its position; where it can, a position earlier, so that its rows are there in time; and at
     once where no backward has to make room for it.

@@ -102,7 +102,7 @@ class ConnectionEvents:
         return cls(socket)
 
     def take(self) -> Iterator[ConnectionEvent]:
-        """What has happened since the last call, whole or in part."""
+        """Events since the last call, whole or in part."""
         while True:
             try:
                 numbers, endpoint = self.socket.recv_multipart(zmq.NOBLOCK)

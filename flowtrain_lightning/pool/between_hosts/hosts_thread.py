@@ -247,5 +247,5 @@ def _send(router: zmq.Socket[bytes], message: list[bytes | memoryview]) -> bool:
 
 
 def _urgent(status: Status) -> tuple[object, ...]:
-    """What others must know at once."""
+    """Messages that others must have at once."""
     return status.state, status.blames, status.sigterm, status.phase.startswith("wait")

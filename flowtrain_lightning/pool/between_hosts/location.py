@@ -1,4 +1,4 @@
-"""Where a rank runs: ranks of one location share memory, all others talk over the network."""
+"""The location of a rank: ranks of one location share memory, all others talk over the network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 def own_location() -> str:
-    """What is equal for processes that can share memory, and differs for all others.
+    """A name that is equal for processes that can share memory, and differs for all others.
 
     A name alone does not tell hosts apart, nor does the boot of a kernel tell containers apart: ranks find each other
     through the network namespace, and ask for each other's process through the process namespace.

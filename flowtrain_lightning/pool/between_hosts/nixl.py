@@ -28,7 +28,7 @@ class _RemoteSegment(NamedTuple):
 
 
 class _Mirror(NamedTuple):
-    """What was fetched of a peer's segment, each entry at the offset that it has there."""
+    """The fetched part of a peer's segment, each entry at the offset that it has there."""
 
     memory: mmap
     base: int

@@ -69,7 +69,7 @@ class NixlAgent:
         return base
 
     def metadata(self) -> bytes:
-        """What another agent must `add_peer` to read all that is registered now."""
+        """The description that another agent must `add_peer` to read all that is registered now."""
         try:
             return bytes(self._agent.getLocalMD())
         except Exception as error:
@@ -152,7 +152,7 @@ class Fetch:
             self._fail(error)
 
     def outcome(self, agent: NixlAgent) -> Fetched | None:
-        """What has become of it; None while that is not known."""
+        """Its outcome; None while that is not known."""
         if self._failed:
             is_told = time.monotonic() > self._failed_at + LIVENESS_SECONDS
             return Fetched(self._failed.encode()) if is_told else None

@@ -1,4 +1,4 @@
-"""What goes to one rank of another host, and what comes from it: in order, in pieces, and only so much on its way."""
+"""Messages to and from one rank of another host: in order, in pieces, and only so much on its way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert RECORD_BYTES + max(PIECE_BYTES, MAX_PAYLOAD) < MAX_MESSAGE_BYTES
 
 
 class Purpose(Enum):
-    """What each connection between two ranks of different hosts carries."""
+    """The contents of each connection between two ranks of different hosts."""
 
     RECORDS = "records"
     PAGES = "pages"
@@ -104,7 +104,7 @@ class Outbox:
 
 
 class EntryReceiver:
-    """What is arriving from one rank: a record with the first bytes of the entry that it tells of, then the others.
+    """A message that is arriving: a record with the first bytes of its entry, then the others.
 
     Only what an owner keeps in its segment can be on its way, so a reader needs no more memory for entries of an owner
     than that owner's segment has.

@@ -150,7 +150,7 @@ class RemoteRendezvous:
         return router
 
     def _ask(self, key: str) -> str:
-        """What another rank has left in the store, or will."""
+        """Reads what another rank has left in the store, or will."""
         try:
             while not self._store.check([key]):
                 if time.monotonic() >= self._deadline:

@@ -128,16 +128,16 @@ class RemoteStatusPage(StatusPage):
 
     @property
     def state(self) -> State:
-        """What had become of the rank."""
+        """The last known state of the rank."""
         return self._status.state
 
     @property
     def progress(self) -> int:
-        """How often the rank had entered a phase or advanced."""
+        """The last known count of phases and advances."""
         return self._status.progress
 
     def read(self) -> Status:
-        """What the rank sent last."""
+        """The rank's last message."""
         return self._status
 
     def stopped(self) -> bool:

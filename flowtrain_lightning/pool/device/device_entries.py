@@ -1,4 +1,4 @@
-"""Which entries of a pool lie in device memory, and the order in which streams write, read and overwrite them.
+"""The entries of a pool in device memory, and the order in which streams write, read and overwrite them.
 
 Nothing here waits on the host. Three waits between streams keep every byte right::
 
@@ -169,7 +169,7 @@ class DeviceEntries:
 
     @property
     def occupancy(self) -> Occupancy:
-        """How full the own block is."""
+        """The occupancy of the own block."""
         return Occupancy(self._used, self._peak, self._free.nbytes)
 
     def close(self) -> None:

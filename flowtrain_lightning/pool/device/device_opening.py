@@ -1,4 +1,4 @@
-"""How ranks of one host open each other's device memory at start, and prove that bytes come through.
+"""Lets ranks of one host open each other's device memory at start, and prove that bytes come through.
 
 Every rank tells the others its block and its events. Each of them opens these, reads a pattern that the owner's side
 stream has written, and answers with events of its own or with the reason why it cannot. What this shows is what is
@@ -124,7 +124,7 @@ class _Opening:
             self._poll(min(left, _POLL_SECONDS))
 
     def tier(self) -> DeviceTier:
-        """What came of it."""
+        """Its outcome."""
         return DeviceTier(
             rank=self._rank,
             runtime=self._runtime,
@@ -258,7 +258,7 @@ class _Opening:
 
 
 def _pattern(rank: int, nbytes: int) -> Tensor:
-    """What the block of a rank begins with until it is used."""
+    """The bytes with which the block of a rank begins until it is used."""
     return ((torch.arange(min(nbytes, _PATTERN_BYTES)) * 37 + rank * 101 + 13) % 251).to(torch.uint8)
 
 

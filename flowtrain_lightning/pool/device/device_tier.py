@@ -156,7 +156,7 @@ class DeviceTier:
 
     @property
     def sentence(self) -> str:
-        """What this rank's entries use, for the log."""
+        """Describes the memory of this rank's entries, for the log."""
         peers = sorted(self.readers.keys() - {self.rank})
         if not peers:
             used = "not used"
