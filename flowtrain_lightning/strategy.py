@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,32 +12,24 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import Allocation, Placement, RoleLayout
-from flowtrain_lightning.checkpoint import load_checkpoint, load_half, remove_checkpoint, save_checkpoint
-from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.loop_progress import is_between_epochs
-from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
-from flowtrain_lightning.checkpoint.summary import saved_time, time_of_save
+from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.compute.whole_module import refuse_all_frozen
-from flowtrain_lightning.data import RankShard, StepBatch
-from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing.setting_values import check_setting
 from flowtrain_lightning.packing_check import Coupling, refuse_unknown_couplings
-from flowtrain_lightning.parallel.deepspeed_partition import held_state, showing_shapes
+from flowtrain_lightning.parallel.deepspeed_partition import showing_shapes
 from flowtrain_lightning.parallel.groups import collective_backend
 from flowtrain_lightning.parallel.halves import without_absent_halves
 from flowtrain_lightning.parallel.job_store import root_store
-from flowtrain_lightning.parallel.regions import ElementRun
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,
@@ -46,7 +38,6 @@ from flowtrain_lightning.placement.choose_allocation import (
 )
 from flowtrain_lightning.placement.measuring_process import measure_if_asked
 from flowtrain_lightning.placement.request import make_request
-from flowtrain_lightning.placement.run_costs import rank_shard
 from flowtrain_lightning.runtime.health import LAUNCHER, process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
 from flowtrain_lightning.runtime.library_settings import ask_for_hardware_queues, give_back_freed_memory
@@ -64,16 +55,16 @@ from flowtrain_lightning.trainer.preemption import PreemptionCheckpoint
 from flowtrain_lightning.trainer.refusals import (
     refuse_foreign_module,
     refuse_other_systems,
-    refuse_storage_options,
     refuse_unlike_nodes,
     refuse_unmet_nodes,
     refuse_unsupported,
 )
+from flowtrain_lightning.trainer.role_checkpoints import RoleCheckpoints
 
 _MOST_SECONDS = 365 * 86400.0
 
 
-class FlowTrainStrategy(ParallelStrategy):
+class FlowTrainStrategy(RoleCheckpoints):
     """Encoder ranks and backbone ranks, bridged by one pool. ``Trainer(strategy="flowtrain")``.
 
     Where nothing is said about who does what, the halves are measured in a process of their own before roles are
@@ -142,7 +133,6 @@ class FlowTrainStrategy(ParallelStrategy):
             check_setting(owner, name, seconds, float, above=0)
             if seconds > _MOST_SECONDS:
                 raise ValueError(f"{owner} got {name}={seconds}; give at most {_MOST_SECONDS:.0f} seconds, a year.")
-        self.num_nodes = 1
         self.ranks_per_device = ranks_per_device
         self.encoder_activations = encoder_activations
         refuse_unknown_couplings(couples)
@@ -153,35 +143,11 @@ class FlowTrainStrategy(ParallelStrategy):
         self.timeout = timedelta(seconds=timeout)
         self._request = make_request(allocation, placement, encoder_ranks, profile, roles)
         self._health = process_health()
-        self._rank_launcher: RankLauncher | None = None
         self._decision: PlacementDecision | None = None
-        self._job: Job | None = None
-        self._runner: RoleRunner | None = None
         self._engines = HalfEngines()
-        self._named_optimizers: Sequence[NamedOptimizer] = ()
-        self._saving: BackgroundSave | None = None
-        self._saved_at = 0.0  # when the latest checkpoint of this run was saved, in seconds
         self._epoch_left = EpochLeft()
 
     # ---- who does what ------------------------------------------------------------------------------------------
-
-    @property
-    def flow_module(self) -> FlowModule:
-        """The module that trains."""
-        assert isinstance(self._lightning_module, FlowModule)
-        return self._lightning_module
-
-    @property
-    def job(self) -> Job:
-        """This rank's place among the others."""
-        assert self._job is not None, "the job begins in setup_environment"
-        return self._job
-
-    @property
-    def runner(self) -> RoleRunner:
-        """Runs the steps; its timeline tells what the lanes did when."""
-        assert self._runner is not None, "the runner exists from setup to teardown"
-        return self._runner
 
     @property
     def placement_decision(self) -> PlacementDecision:
@@ -189,33 +155,11 @@ class FlowTrainStrategy(ParallelStrategy):
         assert self._decision is not None, "the allocation is chosen in setup_environment"
         return self._decision
 
-    @property
-    def allocation(self) -> Allocation:
-        """The ranks of each role."""
-        return self.job.allocation
-
-    @property
-    def rank_shard(self) -> RankShard:
-        """The part of every step that this rank's loaders load."""
-        return rank_shard(self.allocation, self.global_rank, self.num_nodes)
-
     def prepare_step(self, batch: StepBatch) -> StepProgram | None:
         """This rank's work in a step, worked out by the loader's thread."""
         return None if self._runner is None else self._runner.prepare(batch)
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For loaders that Lightning shards itself: by backbone data-parallel rank; encoder ranks repeat the first."""
-        trunk = self.allocation.trunk
-        member = self.allocation.member_of(trunk, self.global_rank)
-        return {"num_replicas": self.allocation.layouts[trunk].data, "rank": member or 0}
-
     # ---- processes, devices and nodes ---------------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks for this name to switch ``sync_dist`` and its like on."""
-        return True
 
     @property
     def num_processes(self) -> int:
@@ -439,124 +383,7 @@ class FlowTrainStrategy(ParallelStrategy):
             if self.flow_module.trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
 
-    # ---- across all roles, at step boundaries -------------------------------------------------------------------
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks of all roles."""
-        if self._job is not None:
-            self._job.groups.cross.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The value of rank ``src`` on all ranks of all roles: what `parallel.messages` can send."""
-        return obj if self._job is None else self._job.groups.cross.broadcast_message(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum, mean, minimum or maximum over data-parallel ranks of the backbone, on every rank."""
-        if not isinstance(tensor, Tensor) or self._job is None:
-            return tensor
-        operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
-        members = [ranks[0] for ranks in self.allocation.members(self.allocation.trunk)]
-        return self._job.groups.cross.reduce_over(members, tensor.detach().cpu(), operation).to(tensor.device)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) say yes."""
-        if self._job is None:
-            return decision
-        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)], device="cpu")))
-        return votes == self.world_size if all else votes > 0
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """``[ranks, ...]``: the tensors of all ranks of all roles."""
-        if self._job is None:
-            return tensor.unsqueeze(0)
-        return torch.stack(self._job.groups.cross.gather_messages(tensor.detach().cpu())).to(tensor.device)
-
-    # ---- checkpoints --------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Halves and optimizers must be in place first."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights that live on this rank, by name."""
-        state = held_state(self.flow_module)
-        return {name: value for name, value in state.items() if not _is_absent(value)}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's optimizer state, by parameter name."""
-        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._named_optimizers[[id(known) for known in self.optimizers].index(id(own))].state()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint directory; every rank calls it.
-
-        Raises:
-            TypeError: there are ``storage_options``.
-        """
-        refuse_storage_options(storage_options)
-        self._saved_at = time_of_save(self._saved_at)
-        checkpoint["flowtrain"] = {"module": type(self.flow_module).__qualname__, "saved": self._saved_at}
-        with self.job.during("save a checkpoint"):
-            self._finish_saving()
-            module, buffers = self.flow_module, [name for name, _ in self.flow_module.named_buffers()]
-            parts = (checkpoint, filepath, module.halves, self.allocation, self.job.groups, buffers)
-            state = self.flow_module.trainer.state
-            goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-            if self.background_saving and goes_on and not self.runner.stop_requested:
-                self._saving = BackgroundSave(*parts)
-            else:
-                save_checkpoint(*parts)
-
-    def _finish_saving(self) -> None:
-        """Waits until the checkpoint that is being written has its name; every rank calls it."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish(self.job.groups.cross)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint directory, this rank's halves only, or a plain Lightning checkpoint."""
-        module = self.flow_module
-        if weights_only is None and self._rank_launcher is not None:
-            weights_only = self._rank_launcher.weights_only  # Lightning passes it on only where it loads before setup
-        path = os.fspath(checkpoint_path)  # which may be a URL of a plain checkpoint
-        checkpoint = load_checkpoint(
-            path,
-            module,
-            self.allocation,
-            self.job.groups,
-            self.checkpoint_io,
-            weights_only,
-            resumes=module.trainer.training,
-            shares={name: share for named in self._named_optimizers for name, share in named.shares.items()},
-        )
-        if module.trainer.training:
-            self._saved_at = saved_time(checkpoint, Path(path))
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights that live on this rank."""
-        load_half(self.flow_module, checkpoint["state_dict"], self.job.roles, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads this rank's part of the optimizers' state."""
-        load_optimizers(self._named_optimizers, checkpoint["optimizer_states"])
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint directory, but not before the one that takes its place is whole."""
-        if not self.is_global_zero:
-            return
-        if self._saving is None:
-            remove_checkpoint(filepath)
-        else:
-            self._saving.remove_afterwards(Path(filepath))
-
 
 def _fault_folder(trainer: L.Trainer) -> Path:
     root = str(trainer.default_root_dir)
     return Path() if "://" in root else Path(root)
-
-
-def _is_absent(value: Any) -> bool:
-    """Whether a rank has nothing of a weight."""
-    return value.part.numel() == 0 if isinstance(value, ElementRun) else isinstance(value, Tensor) and value.is_meta
