@@ -22,14 +22,15 @@ SECONDS = 600.0
 """The longest that a job may take: on a machine short of memory fresh processes need minutes for imports alone."""
 
 
+@pytest.mark.full  # the quick form forks the ranks where Lightning would start them: `tests.faults.forks`
 @pytest.mark.parametrize(
     "fault",
     [
         Fault("kill", FIRST, "train", step=3),
-        pytest.param(Fault("raise", ENCODER, "train", step=3), marks=pytest.mark.full),
-        pytest.param(Fault("kill", ENCODER, "train", step=0), marks=pytest.mark.full),
-        pytest.param(Fault("stop", FIRST, "wait", step=3), marks=pytest.mark.full),
-        pytest.param(Fault("kill", BACKBONE, "build"), marks=pytest.mark.full),
+        Fault("raise", ENCODER, "train", step=3),
+        Fault("kill", ENCODER, "train", step=0),
+        Fault("stop", FIRST, "wait", step=3),
+        Fault("kill", BACKBONE, "build"),
     ],
     ids=named,
 )
