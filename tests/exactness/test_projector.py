@@ -12,10 +12,10 @@ from tests.exactness.test_sharded import FSDP, Case, check_against_plain_loop, r
 __all__ = ["run"]  # a fixture
 
 QUICK = [
-    Case("1+2", {"backbone": FSDP}, freeze=True, kind="projecting"),
     Case("1+2", {}, kind="projecting"),
 ]
-LONG = [
+LONG = [Case("1+2", {"backbone": FSDP}, freeze=True, kind="projecting")]
+LONG += [
     Case(layout, {"backbone": backbone}, freeze=freeze, kind="projecting")
     for layout in ("colocated 2", "mixed 1+2")
     for backbone in ({}, FSDP)
