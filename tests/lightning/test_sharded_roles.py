@@ -45,7 +45,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "roles"),
     [
-        ("2+2", SHARDED),
+        pytest.param("2+2", SHARDED, marks=pytest.mark.full),
         ("colocated 2", SHARDED),
         pytest.param("1+2", TENSOR, marks=pytest.mark.full),
         pytest.param("1+2", {"backbone": {"context": 2}}, marks=pytest.mark.full),
@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_same_shards_bit_for_bit(tmp_pa
         (("2+2", SHARDED), ("1+1", {})),
         pytest.param(("1+2", {}), ("2+2", SHARDED), marks=pytest.mark.full),
         pytest.param(("colocated 2", SHARDED), ("1+4", SHARDED), marks=pytest.mark.full),
-        (("1+2", TENSOR), ("1+1", {})),
+        pytest.param(("1+2", TENSOR), ("1+1", {}), marks=pytest.mark.full),
         pytest.param(("1+1", {}), ("1+2", TENSOR), marks=pytest.mark.full),
     ],
 )
