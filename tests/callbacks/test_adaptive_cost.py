@@ -50,10 +50,11 @@ def place(change: dict[str, Any]) -> tuple[int, int]:
 
 
 FROZEN = ("1+2", {"freeze_encoder": True})
+TRAINING = pytest.param("1+2", {}, marks=pytest.mark.full)
 WORKERS = pytest.param("colocated 2", {"num_workers": 1}, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), FROZEN, WORKERS])
+@pytest.mark.parametrize(("layout", "settings"), [FROZEN, TRAINING, WORKERS])
 def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
     _, notes = run(layout, **settings)
     assert len(notes[0]["changes"]) > 1
@@ -84,7 +85,11 @@ def test_a_run_is_repeated_from_the_file_of_its_changes(run, layout, settings):
 GIVEN = {"linear": 1e-4, "quadratic": 0.0, "constant": 0.0}
 
 
-@pytest.mark.parametrize("settings", [{}, {"cost": GIVEN}], ids=["costs left open", "costs given"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"freeze_encoder": True}, pytest.param({"cost": GIVEN}, marks=pytest.mark.full)],
+    ids=["costs left open", "costs given"],
+)
 def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
     folder, notes = run("1+2", **settings)
     _, resumed = run("1+2", resume=str(folder / "saved.ckpt"), **settings)
@@ -96,7 +101,7 @@ def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
     assert resumed[0]["steps"][: len(expected)] == expected
 
 
-@pytest.mark.parametrize("layout", ["auto", "colocated 1"])
+@pytest.mark.parametrize("layout", ["auto", pytest.param("colocated 1", marks=pytest.mark.full)])
 def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layout):
     saved, notes = run("1+2", freeze_encoder=True)
     _, resumed = run(layout, resume=str(saved / "saved.ckpt"))
@@ -106,6 +111,7 @@ def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layo
     assert layout != "auto" or known == resumed[0]["changes"]
 
 
+@pytest.mark.full
 def test_with_another_trainer_the_callback_begins_anew(folder):
     job = Job("twice", "tests.callbacks.adapting:train_twice", 1, {"data": str(folder / "data")})
     first, second = json.loads((run_jobs(folder, [job])["twice"].check().folder / "rank0.json").read_text())
@@ -114,7 +120,7 @@ def test_with_another_trainer_the_callback_begins_anew(folder):
 
 
 def test_the_error_of_the_predictions_is_logged(run):
-    folder, _ = run("1+2")
+    folder, _ = run(FROZEN[0], **FROZEN[1])
     (file,) = folder.rglob("metrics.csv")
     rows = list(csv.DictReader(file.open()))
     for role in ("backbone", "encoder"):

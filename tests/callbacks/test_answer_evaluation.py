@@ -84,6 +84,7 @@ def test_without_a_logger_that_shows_tables_each_validation_writes_one(run_of):
     assert all(line[1].endswith("what?") and line[3] for line in lines)
 
 
+@pytest.mark.full
 def test_weights_and_biases_and_tensorboard_show_pictures_answers_and_truths(tmp_path, data):
     loggers = [WandbLogger(save_dir=tmp_path, offline=True), TensorBoardLogger(tmp_path, "board")]
     trainer = trainer_for(

@@ -74,11 +74,6 @@ def _hsdp(module: TwoHalves, ranks: int) -> None:
         fully_shard(half, mesh=mesh)
 
 
-def _tensor(module: TwoHalves, ranks: int) -> None:
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(module.backbone, init_device_mesh("cpu", (ranks,)), plan)
-
-
 def _both(module: TwoHalves, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("shard", "tensor"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -90,10 +85,8 @@ def _both(module: TwoHalves, ranks: int) -> None:
 LAYOUTS: dict[str, tuple[int, Callable[[TwoHalves, int], None]]] = {
     "one process": (1, _copies),
     "copies": (2, _copies),
-    "FSDP 2": (2, _fsdp),
     "FSDP 4": (4, _fsdp),
     "HSDP 2x2": (4, _hsdp),
-    "TP 2": (2, _tensor),
     "FSDP 2 x TP 2": (4, _both),
 }
 """Number of processes, and what puts the layout onto a module."""

@@ -20,13 +20,14 @@ def noted(folder: Path, target: str) -> list[dict[str, Any]]:
     return read_down(run_jobs(folder, [job])["job"].check().folder)
 
 
-@pytest.mark.parametrize("target", ["resume", "resume_shards"])
+@pytest.mark.parametrize("target", [pytest.param("resume", marks=pytest.mark.full), "resume_shards"])
 def test_a_run_goes_on_bit_for_bit_and_to_and_from_other_layouts(tmp_path, target):
     for apart in noted(tmp_path, target):
         assert apart.pop("deepspeed to deepspeed") == 0.0
         assert apart == {name: pytest.approx(0.0, abs=1e-5) for name in apart}
 
 
+@pytest.mark.full
 def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(tmp_path):
     for rank in noted(tmp_path, "refuse"):
         assert any("2 of 18 weights took part in no sample" in each for each in rank["warnings"]), rank["warnings"]
@@ -34,6 +35,7 @@ def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(t
         assert "was never stepped" in rank["refusal"]
 
 
+@pytest.mark.full
 def test_stages_in_mixed_precision_give_what_they_give_on_whole_copies(tmp_path):
     for found in noted(tmp_path, "all_stages"):
         assert found["deepspeed"] == pytest.approx(found["copies"], rel=0.01)

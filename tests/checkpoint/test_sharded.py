@@ -85,7 +85,7 @@ def test_every_number_is_written_once_and_each_rank_writes_only_what_it_holds(sa
     tensors = json.loads((path / "index.json").read_text())["tensors"]
     weight = tensors["weights.backbone.up.weight"]["pieces"]
     files = {piece["file"] for piece in weight}
-    parts = {"one process": 1, "copies": 1, "FSDP 2": 2, "FSDP 4": 4, "HSDP 2x2": 2, "TP 2": 2, "FSDP 2 x TP 2": 4}
+    parts = {"one process": 1, "copies": 1, "FSDP 4": 4, "HSDP 2x2": 2, "FSDP 2 x TP 2": 4}
     assert len(weight) == parts[layout]
     assert len(files) == parts[layout]
     stored = sum(torch.Size(piece["sizes"]).numel() for tensor in tensors.values() for piece in tensor["pieces"])

@@ -34,7 +34,6 @@ EVERY_CLASS_ONCE = [
     Fault("full disk", BACKBONE, "save", step=4),
     Fault("raise twice", ENCODER, "train", step=3),
     Fault("loop", ENCODER, "train", step=3),
-    Fault("sleep", FIRST, "between", step=3),
     Fault("exit", BACKBONE, "between", step=3),
     Fault("vanish", ENCODER, "train", step=3),
     Fault("kill worker", ENCODER, "train", step=2),

@@ -8,6 +8,8 @@ import pytest
 
 from tests.paths import python_path
 
+pytestmark = pytest.mark.full  # two fresh interpreters
+
 WITHOUT_LINUX = """
 import fcntl, mmap, multiprocessing, os, select, signal, socket, sys, types
 

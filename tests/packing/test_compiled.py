@@ -60,6 +60,7 @@ ANNOUNCING = """if True:
 """
 
 
+@pytest.mark.full
 def test_compilation_is_announced_once_and_not_where_the_cache_has_the_loops(tmp_path):
     pytest.importorskip("numba")
     first, second = (

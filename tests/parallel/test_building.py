@@ -26,7 +26,10 @@ def ran(folder: Path, function: str, layout: str, **arguments: Any) -> list[dict
     return read_down(run_jobs(folder, [job])[function].check().folder)
 
 
-@pytest.mark.parametrize("kind", ["deep", "pairs", "early"])
+LONGER = [pytest.param(kind, marks=pytest.mark.full) for kind in ("pairs", "early")]
+
+
+@pytest.mark.parametrize("kind", ["deep", *LONGER])
 def test_shards_hold_the_weights_that_one_process_builds(tmp_path, data, kind):
     for found in ran(tmp_path, "initial_weights", "colocated 2", data=data, kind=kind, roles=SHARDED):
         assert found["differ"] == []

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 
 import pytest
 import yaml
 
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
-from tests.lightning.layout_runs import launch
+from tests.forks import Job, read_down, run_jobs
 from tests.tiny import write_records
 
 pytestmark = pytest.mark.timeout(400)
 
-SECONDS = 300
-"""The longest wait on a busy machine."""
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder in which all runs of `train.py` wrote, what they noted, and what they printed."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_records(folder, 40)
-    with launch(
-        [sys.executable, "-m", "tests.placement.train", str(folder)], folder / "log", WANDB_SILENT="true"
-    ) as run:
-        assert run.wait(SECONDS) == 0, (folder / "log").read_text()
-    notes = [json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(2)]
-    return folder, notes, (folder / "log").read_text()
+    """The folder in which all runs of `train.py` wrote, what each rank noted, and what both printed."""
+    folder = tmp_path_factory.mktemp("placement")
+    write_records(folder / "runs", 40)
+    done = run_jobs(folder, [Job("runs", "tests.placement.train:make_all_runs", 2)])["runs"].check()
+    return done.folder, read_down(done.folder), done.log
 
 
 def allocations(notes):

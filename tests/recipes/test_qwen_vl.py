@@ -73,14 +73,15 @@ def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, a
 
 
 CASES = [
-    pytest.param(None, 2, marks=pytest.mark.full, id="who encodes is planned"),
+    pytest.param(None, 2, id="who encodes is planned"),
     pytest.param("1-gpu.yaml", 1, id="both halves on one device"),
-    pytest.param("8-gpus.yaml", 4, id="both halves in shards", marks=pytest.mark.full),
+    pytest.param("8-gpus.yaml", 4, id="both halves in shards"),
     pytest.param("64-gpus.yaml", 4, id="shards in two groups"),
 ]
 """What is added to the recipe's configuration, and on how many processes its layout is tried."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("added", "ranks"), CASES)
 def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypatch, added, ranks):
     fit_and_export(folder, monkeypatch, "config.yaml", added, ranks)

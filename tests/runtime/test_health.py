@@ -90,9 +90,9 @@ def shared_memory_files():
     ("how", "cause", "code"),
     [
         ("killed", "died (process", -signal.SIGKILL),
-        ("stopped", "was stopped", -signal.SIGKILL),
-        ("loop", "made no progress for", 1),
-        ("exception", "failed", 3),
+        pytest.param("stopped", "was stopped", -signal.SIGKILL, marks=pytest.mark.full),  # as in `tests/faults`
+        pytest.param("loop", "made no progress for", 1, marks=pytest.mark.full),
+        pytest.param("exception", "failed", 3, marks=pytest.mark.full),
     ],
 )
 def test_all_ranks_end_in_time_and_say_who_where_and_why(how, cause, code):
