@@ -164,6 +164,7 @@ def test_steps_before_the_first_change_are_packed_alike_and_samples_never_change
     assert any(adapted != other for adapted, other in pairs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
 def test_a_run_is_repeated_from_the_file_of_its_changes(run, layout, settings):
     folder, notes = run(layout, **settings)

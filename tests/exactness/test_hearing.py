@@ -61,7 +61,6 @@ QUICK = [
     "1+1+1, frozen eye",
     "1+1+1, a wide ear",
     "mixed 1+2, clipped",
-    "1+1+2 fsdp, clipped",
     "colocated 2 fsdp image, letters",
 ]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]

@@ -5,15 +5,10 @@ import pytest
 from tests.faults.trial import draw, run_trial, why_impossible
 
 LONG = 66
-CALM = 3
 
 
-def _trial(seed):
-    """One trial; `make test` runs a calm one, since others keep processors from its tests."""
-    return pytest.param(seed, marks=() if seed == CALM else pytest.mark.full)
-
-
-@pytest.mark.parametrize("seed", map(_trial, range(LONG)))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(LONG))
 def test_a_random_fault_is_told_and_the_job_goes_on_bit_for_bit(seed, tmp_path):
     trial = draw(seed)
     if reason := why_impossible(trial):

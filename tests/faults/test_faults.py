@@ -37,7 +37,6 @@ EVERY_CLASS_ONCE = [
     Fault("exit", BACKBONE, "between", step=3),
     Fault("vanish", ENCODER, "train", step=3),
     Fault("kill worker", ENCODER, "train", step=2),
-    Fault("hold", ENCODER, "train", step=3),
     Fault("stop worker", BACKBONE, "train", step=2),
 ]
 

@@ -12,7 +12,7 @@ from tests.faults.verdict import (
 
 
 def test_a_slow_first_step_and_slow_code_after_fit_are_no_faults(job):
-    assert_healthy(run_forked(job(first_step=6.0, afterwards=8.0)))
+    assert_healthy(run_forked(job(first_step=3.0, afterwards=6.0)))
 
 
 @pytest.mark.full

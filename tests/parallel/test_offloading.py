@@ -131,6 +131,7 @@ def test_an_optimizer_steps_copies_and_the_weights_follow():
     assert (on_host.bytes_left, on_host.bytes_returned) == (2 * 8 * 4, 8 * 4)
 
 
+@pytest.mark.full
 def test_by_deepspeed_states_in_host_memory_change_no_bit_and_a_share_travels(tmp_path):
     pytest.importorskip("deepspeed")
     job = Job("compare", f"{__name__}:compare", 2, imports="deepspeed")

@@ -15,7 +15,9 @@ from flowtrain_lightning.pool.status_page import PAGE_BYTES
 from tests.pool.ranks import join_job, labels, mesh_and_bare_peer, meshes, receive_all
 from tests.processes import assert_all_good, run_ranks
 
-EVERYWHERE = pytest.mark.parametrize("transport", ["shared_memory", "network", "both"])
+EVERYWHERE = pytest.mark.parametrize(
+    "transport", ["shared_memory", "both", pytest.param("network", marks=pytest.mark.full)]
+)
 """On one host, on hosts of their own, and two on each of two hosts."""
 
 
