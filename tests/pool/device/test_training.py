@@ -55,6 +55,7 @@ def train_over_copies(folder: Path, **settings: Any) -> None:
     (folder / f"copies{os.environ['RANK']}.json").write_text(json.dumps(copies[0]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["1+1", pytest.param("2+3", marks=pytest.mark.full)])
 def test_training_over_device_memory_or_late_copies_gives_the_same_bits(tmp_path, layout):
     write_steps(tmp_path / "data")
