@@ -140,11 +140,10 @@ def place(change: dict[str, Any]) -> tuple[int, int]:
 
 
 FROZEN = ("1+2", {"freeze_encoder": True})
-TRAINING = pytest.param("1+2", {}, marks=pytest.mark.full)
 WORKERS = pytest.param("colocated 2", {"num_workers": 1}, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("layout", "settings"), [FROZEN, TRAINING, WORKERS])
+@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), FROZEN, WORKERS])
 def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
     _, notes = run(layout, **settings)
     assert len(notes[0]["changes"]) > 1
@@ -178,7 +177,7 @@ GIVEN = {"linear": 1e-4, "quadratic": 0.0, "constant": 0.0}
 
 @pytest.mark.parametrize(
     "settings",
-    [{"freeze_encoder": True}, pytest.param({"cost": GIVEN}, marks=pytest.mark.full)],
+    [{}, pytest.param({"cost": GIVEN}, marks=pytest.mark.full)],
     ids=["costs left open", "costs given"],
 )
 def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
@@ -211,7 +210,7 @@ def test_with_another_trainer_the_callback_begins_anew(folder):
 
 
 def test_the_error_of_the_predictions_is_logged(run):
-    folder, _ = run(FROZEN[0], **FROZEN[1])
+    folder, _ = run("1+2")
     (file,) = folder.rglob("metrics.csv")
     rows = list(csv.DictReader(file.open()))
     for role in ("backbone", "encoder"):
