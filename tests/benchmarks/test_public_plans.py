@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.public_plans import PAGE, REVIEWS, SAMPLES, row
 
-QUICK = (("smolvlm-2.2b", 8), ("qwen2.5-vl-7b", 8))
+QUICK = (("smolvlm-2.2b", 8),)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ("family", "layout"),
     [
         ("qwen3_vl", "1+1"),
-        ("qwen2_5_vl", "mixed 1+2"),
+        pytest.param("qwen2_5_vl", "mixed 1+2", marks=pytest.mark.full),
         pytest.param("qwen2_5_vl", "1+1", marks=pytest.mark.full),
         pytest.param("qwen2_5_vl", "colocated 2", marks=pytest.mark.full),
         pytest.param("qwen2_vl", "1+2", marks=pytest.mark.full),
