@@ -143,7 +143,7 @@ FROZEN = ("1+2", {"freeze_encoder": True})
 WORKERS = pytest.param("colocated 2", {"num_workers": 1}, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), FROZEN, WORKERS])
+@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), pytest.param(*FROZEN, marks=pytest.mark.full), WORKERS])
 def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
     _, notes = run(layout, **settings)
     assert len(notes[0]["changes"]) > 1
@@ -153,6 +153,7 @@ def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
     assert any(change["encoder_cost"]["linear"] + change["encoder_cost"]["constant"] > 0 for change in changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
 def test_steps_before_the_first_change_are_packed_alike_and_samples_never_change(run, layout, settings):
     (_, notes), (_, plain) = run(layout, **settings), run(layout, adapts=False, **settings)
@@ -191,7 +192,8 @@ def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
     assert resumed[0]["steps"][: len(expected)] == expected
 
 
-@pytest.mark.parametrize("layout", ["auto", pytest.param("colocated 1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["auto", "colocated 1"])
 def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layout):
     saved, notes = run("1+2", freeze_encoder=True)
     _, resumed = run(layout, resume=str(saved / "saved.ckpt"))

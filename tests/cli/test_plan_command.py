@@ -265,6 +265,7 @@ def test_pictures_are_drawn(plan, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_sweep_has_every_power_of_two_and_the_end(plan):
     found = json.loads(plan(*MODEL, "--devices", "24", "--sweep", "--json"))
     assert [each["devices"] for each in found] == [1, 2, 4, 8, 16, 24]

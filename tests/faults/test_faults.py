@@ -93,7 +93,7 @@ def test_after_a_kill_in_a_checkpoint_fit_goes_on_from_the_one_before(rank, job)
     [
         (ENCODER, "kill"),
         (ENCODER, "vanish"),
-        (BACKBONE, "stop"),
+        pytest.param(BACKBONE, "stop", marks=pytest.mark.full),
         *(pytest.param(r, k, marks=pytest.mark.full) for r in LABELS for k in ("kill", "raise", "vanish")),
     ],
 )

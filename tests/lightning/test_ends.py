@@ -84,7 +84,10 @@ def test_different_names_on_two_ranks_are_told(tmp_path, data_folder):
         )
 
 
-@pytest.mark.parametrize("place", ["step", "epoch", "validation", "step of colocated ranks"])
+LONGER = [pytest.param(place, marks=pytest.mark.full) for place in ("epoch", "step of colocated ranks")]
+
+
+@pytest.mark.parametrize("place", ["step", "validation", *LONGER])
 def test_who_logs_alone_is_told_so_within_seconds_and_how_rank_zero_may(tmp_path, data_folder, place):
     for text in _fail(tmp_path, data_folder, f"log after a {place}", seconds=40):
         assert "log('note', ...) was called on rank 0 (" in text

@@ -165,14 +165,15 @@ def test_a_run_goes_on_from_its_checkpoint_on_the_same_shards_bit_for_bit(tmp_pa
     assert [name for name in expected if not expected[name].equal(found[name])] == []
 
 
+@pytest.mark.full  # `tests/checkpoint/test_sharded.py` shows it of every two layouts, to the bit
 @pytest.mark.parametrize(
     ("saved_on", "goes_on"),
     [
         (("2+2", SHARDED), ("1+1", {})),
-        pytest.param(("1+2", {}), ("2+2", SHARDED), marks=pytest.mark.full),
-        pytest.param(("colocated 2", SHARDED), ("1+4", SHARDED), marks=pytest.mark.full),
-        pytest.param(("1+2", TENSOR), ("1+1", {}), marks=pytest.mark.full),
-        pytest.param(("1+1", {}), ("1+2", TENSOR), marks=pytest.mark.full),
+        (("1+2", {}), ("2+2", SHARDED)),
+        (("colocated 2", SHARDED), ("1+4", SHARDED)),
+        (("1+2", TENSOR), ("1+1", {})),
+        (("1+1", {}), ("1+2", TENSOR)),
     ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path, data, saved_on, goes_on):

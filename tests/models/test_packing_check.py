@@ -67,7 +67,7 @@ _FOUND = {
     "qwen2_vl": _NOT_ITS_OWN,
     "qwen3_vl": "Qwen3VLModel does not take what encode gives as all features of an image",
 }
-_SHORT = ("qwen2_vl",)
+_SHORT = ()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_a_layout_computes_on_videos_what_one_process_does(trained, family, layo
     assert error(found.weights[-1], expected.weights[-1]) <= 1e-9
 
 
+@pytest.mark.full
 def test_a_run_on_videos_goes_on_from_a_checkpoint_to_the_bit(trained):
     whole = trained("qwen3_vl", "1+1", saves_after=MIDDLE)
     found = read_run(trained("qwen3_vl", "1+1", resumes=str(whole / "middle.ckpt")))

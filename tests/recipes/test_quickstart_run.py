@@ -90,6 +90,7 @@ def test_every_sample_fits_a_microbatch_and_an_epoch_is_190_steps(tmp_path: Path
     assert len(data.train_dataloader()) == 190
 
 
+@pytest.mark.full
 def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
     cli = configured(
         tmp_path,
