@@ -144,7 +144,6 @@ def test_a_run_goes_on_bit_for_bit_and_to_and_from_other_layouts(tmp_path, targe
         assert apart == {name: pytest.approx(0.0, abs=1e-5) for name in apart}
 
 
-@pytest.mark.full
 def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(tmp_path):
     for rank in noted(tmp_path, "refuse"):
         assert any("2 of 18 weights took part in no sample" in each for each in rank["warnings"]), rank["warnings"]
@@ -152,7 +151,6 @@ def test_weights_that_no_step_used_are_told_of_and_refused_where_states_differ(t
         assert "was never stepped" in rank["refusal"]
 
 
-@pytest.mark.full
 def test_stages_in_mixed_precision_give_what_they_give_on_whole_copies(tmp_path):
     for found in noted(tmp_path, "all_stages"):
         assert found["deepspeed"] == pytest.approx(found["copies"], rel=0.01)

@@ -129,14 +129,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for rank in ranks for name, weight in rank.items()}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "roles"),
     [
-        ("2+2", SHARDED),
         ("colocated 2", SHARDED),
-        ("1+2", TENSOR),
-        ("1+2", {"backbone": {"context": 2}}),
+        pytest.param("2+2", SHARDED, marks=pytest.mark.full),
+        pytest.param("1+2", TENSOR, marks=pytest.mark.full),
+        pytest.param("1+2", {"backbone": {"context": 2}}, marks=pytest.mark.full),
     ],
 )
 def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout, roles):

@@ -132,7 +132,6 @@ def test_where_deepspeed_is_missing_an_error_says_how_to_install_it(monkeypatch)
         DeepSpeedHalf({"half": nn.Linear(2, 2)}, None, torch.device("cpu"), stage=1)
 
 
-@pytest.mark.full
 def test_ranks_share_states_and_by_zero_2_gradients_and_hear_of_mistakes(tmp_path):
     pytest.importorskip("deepspeed")
     done = run_jobs(tmp_path, [Job("shares", f"{__name__}:shares", 2, imports="deepspeed")])["shares"].check()
