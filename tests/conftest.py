@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -29,8 +30,8 @@ _cache: str | None = None
 _environment: dict[str, str] = {}  # before any test, or a fixture of many tests, has trained in this process
 
 torch.set_num_threads(1)
-settings.register_profile("tests", deadline=None, derandomize=True, database=None)
-settings.load_profile("tests")
+settings.register_profile("long", deadline=None, derandomize=True, database=None)
+settings.register_profile("short", settings.get_profile("long"), max_examples=40)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks do so at the same time, each within a deadline.
     """
     global _compiling, _cache
+    settings.load_profile("long" if _is_long_form(config) else "short")
     starts_workers_or_tests = not hasattr(config, "workerinput")
     if starts_workers_or_tests:
         os.environ.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))  # which the next line would move
@@ -49,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(flowtrain_lightning.packing.__path__[0])
     if find_spec("numba") is not None and starts_workers_or_tests and not any(folder.glob("__pycache__/*.nbi")):
         _compiling = subprocess.Popen([sys.executable, "-m", "tests.compiling"], cwd=Path(__file__).parents[1])
+
+
+def _is_long_form(config: pytest.Config) -> bool:
+    """Whether this is no run of `make test`."""
+    return bool(config.option.markexpr != "not full")
 
 
 def pytest_unconfigure() -> None:
@@ -70,17 +77,21 @@ def pytest_xdist_node_collection_finished() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes down the variables that are there when all tests are known; libraries have set theirs by then."""
+    """Takes down the variables that are there when all tests are known; libraries have set theirs by then.
+
+    What has been imported stays: no collection of garbage looks at it any more.
+    """
     _await_compilation()
     _environment.update(os.environ)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _modules_are_checked_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fits check the packing of their modules in the long form, and in test files marked `checks_packing`."""
-    long_form = request.config.option.markexpr != "not full"
     with pytest.MonkeyPatch.context() as patch:
-        if not long_form and request.node.get_closest_marker("checks_packing") is None:
+        if not _is_long_form(request.config) and request.node.get_closest_marker("checks_packing") is None:
             leave_out_packing_check(patch)
         yield
 

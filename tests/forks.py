@@ -8,14 +8,15 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,13 @@ class Done:
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, Done]:
     """Runs the jobs one after another, each in a folder of its name below ``folder``."""
+    return {job.name: Done(folder / job.name, in_the_server(_run, job, folder / job.name)) for job in jobs}
+
+
+def in_the_server(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in the process that has imported everything and computed once, to be forked there."""
     try:
-        return {job.name: _server().run(job, folder / job.name) for job in jobs}
+        return _server().call(function, arguments)
     except BaseException:
         # The test was interrupted: what its job answers later must not be taken for the answer of another.
         _server().end()
@@ -105,7 +111,6 @@ class _Server:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             start_new_session=True,
-            text=True,
         )
         atexit.register(self.end)
 
@@ -115,13 +120,12 @@ class _Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def run(self, job: Job, folder: Path) -> Done:
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        folder.mkdir(parents=True, exist_ok=True)
-        self._process.stdin.write(json.dumps({"folder": str(folder), "job": asdict(job)}) + "\n")
+        pickle.dump((function, arguments), self._process.stdin)
         self._process.stdin.flush()
-        return Done(folder, json.loads(self._process.stdout.readline()))
+        return pickle.load(self._process.stdout)
 
 
 @functools.cache
@@ -130,18 +134,22 @@ def _server() -> _Server:
 
 
 def _serve() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an import prints is no answer
     warm_up()
     gc.freeze()  # what is there stays: forks that collected it would copy its memory
-    # Ranks that still run when the tests have ended abruptly must not outlive them.
-    parent = os.getppid()
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(_run(Job(**request["job"]), Path(request["folder"]), parent)), file=answers, flush=True)
+    while True:
+        try:
+            function, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(function(*arguments), answers)
+        answers.flush()
 
 
-def _run(job: Job, folder: Path, parent: int) -> list[int]:
+def _run(job: Job, folder: Path) -> list[int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    parent = os.getppid()  # ranks that still run when the tests have ended abruptly must not outlive them
     for module in filter(None, (job.imports, job.target.partition(":")[0])):
         importlib.import_module(module)
     port = free_port()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -88,9 +89,8 @@ def test_a_room_leans_on_nothing_but_what_the_design_names(room):
 
 def test_names_of_tests_fit_on_a_line_of_a_report():
     for file in Path(__file__).parent.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                assert len(node.name) <= 80, f"{file.name}: {node.name} has {len(node.name)} characters"
+        for name in re.findall(r"^ *def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            assert len(name) <= 80, f"{file.name}: {name} has {len(name)} characters"
 
 
 def private_names(files: Iterable[Path]) -> set[str]:
@@ -149,7 +149,7 @@ def test_planning_for_a_thousand_ranks_works_where_there_is_no_torch(tmp_path):
         from flowtrain_lightning.packing import SampleSizes
         from flowtrain_lightning.packing.step_planner import plan_step
         allocation = default_allocation(1000, devices_per_node=8)
-        count = 2000
+        count = 1000
         ones = np.ones(count, dtype=np.int64)
         sizes = SampleSizes(ones * 100, ones, np.arange(count + 1), ones * 50, ones * 200)
         ranks = {role: layout.data for role, layout in allocation.layouts.items()}

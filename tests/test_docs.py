@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import flowtrain_lightning as flow
-from docs.draw import pictures, room_imports
+from docs.draw import pictures
+from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
@@ -56,7 +57,7 @@ def test_the_pictures_of_the_architecture_are_what_the_script_draws_from_the_cod
 
 def test_every_room_has_its_line_on_the_page_about_architecture():
     page = prose(PAGES["docs/architecture.md"])
-    assert [room for room in room_imports() if f"| [{room}](../flowtrain_lightning/{room}" not in page] == []
+    assert [room for room in ROOMS if f"| [{room}](../flowtrain_lightning/{room}" not in page] == []
 
 
 def test_the_version_is_one_and_its_changes_are_told():

@@ -16,7 +16,6 @@ from flowtrain_lightning.registration import NAME
 ORDERS = {
     "flowtrain first": "import flowtrain_lightning as flow; import lightning as L",
     "lightning first": "import lightning as L; import flowtrain_lightning as flow",
-    "from lightning": "import flowtrain_lightning as flow; import lightning.pytorch as L",
     "a name before lightning": "import flowtrain_lightning as flow; flow.FlowModule; import lightning as L",
     "the registry alone": "import flowtrain_lightning as flow, lightning.pytorch.strategies; import lightning as L",
 }

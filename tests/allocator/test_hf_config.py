@@ -20,7 +20,11 @@ def near(value):
     return pytest.approx(value, rel=0.01)
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+QUICK = ("qwen2_vl", "gemma3", "llava")
+OF_FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in sorted(CONFIGS)]
+
+
+@pytest.fixture(scope="module", params=OF_FAMILIES)
 def live(request):
     torch.manual_seed(0)
     return build(request.param)

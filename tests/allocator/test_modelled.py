@@ -90,6 +90,7 @@ def test_the_choice_says_what_separation_gains(setting, separation_wins):
     assert choice.chosen.separates == separation_wins
 
 
+@pytest.mark.full
 def test_a_module_that_fits_nowhere_says_what_would_do():
     with pytest.raises(NoPlanError, match="fits in no layout on 8 devices h100 of 80 GB") as refusal:
         ModelledCosts(problems("qwen2.5-vl-72b", devices=8)).predictions()

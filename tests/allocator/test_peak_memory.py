@@ -20,13 +20,14 @@ from flowtrain_lightning.allocator.workload import RoleLoad
 pytest.importorskip("torch")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize(
     ("hidden", "inner", "heads", "key_value_heads", "size", "layers", "vocabulary", "tokens"),
     [
-        pytest.param(256, 1024, 8, 8, 32, 6, 4096, 3072, id="activations", marks=pytest.mark.full),
+        pytest.param(256, 1024, 8, 8, 32, 6, 4096, 3072, id="activations"),
         pytest.param(384, 1024, 6, 3, 64, 4, 24576, 1024, id="logits"),
-        pytest.param(768, 2048, 12, 12, 64, 6, 8192, 512, id="weights", marks=pytest.mark.full),
+        pytest.param(768, 2048, 12, 12, 64, 6, 8192, 512, id="weights"),
     ],
 )
 def test_a_training_process_peaks_within_a_tenth_of_the_prediction(

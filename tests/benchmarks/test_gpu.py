@@ -77,6 +77,7 @@ def pass_entries(rank: int, ranks: int, folder: Path, sizes: dict[int, int]) -> 
         assert figures == []
 
 
+@pytest.mark.full
 def test_padded_batches_have_the_loss_of_packed_ones(tmp_path):
     from benchmarks.padded_transformers import collate
 

@@ -89,6 +89,7 @@ def test_what_a_batch_keeps_has_no_part_of_the_weights_whose_casts_are_told_apar
     assert saved[1] == pytest.approx(2 * saved[0], rel=0.01)
 
 
+@pytest.mark.full
 def test_tensor_ranks_keep_their_share_of_divided_layers_and_of_what_these_leave():
     layouts = Layout(data=2, shard="fsdp"), Layout(data=2, tensor=2, shard="fsdp")
     whole, shared = (count_states(tiny(), "backbone", layout, "none", PRECISION) for layout in layouts)

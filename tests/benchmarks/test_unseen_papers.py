@@ -29,6 +29,7 @@ def test_attention_of_the_rows_is_slower_than_in_training_by_the_measured_factor
     assert 1.3 <= PLANNED.attention_reached / COEFFICIENTS.attention_reached <= 2.5
 
 
+@pytest.mark.full
 def test_the_report_has_a_line_for_each_paper(found):
     text = report(found)
     for name in ("Optimus", "DIP", "HetPar", "all"):

@@ -4,18 +4,108 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
 
+from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.callbacks import AdaptCosts
+from flowtrain_lightning.data import PackedBatch, PackingConfig, StepBatch
 from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
-from tests.exactness.layouts import ranks_of
+from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
-from tests.tiny import write_records
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+SLOWER_FROM = 8
+
+
+class DearAttention(TinyVLM):
+    """Takes four microseconds for each pair of tokens of a sequence, later twice that."""
+
+    def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
+        pairs = float((torch.diff(batch.cu_seqlens).double() ** 2).sum())
+        time.sleep(pairs * (4e-6 if self.trainer.global_step < SLOWER_FROM else 8e-6))
+        return super().backbone_step(batch, features, stage)
+
+
+class Notes(L.Callback):
+    """Keeps every step's plan, and saves a checkpoint after one of them."""
+
+    def __init__(self, save_at: int) -> None:
+        self.save_at = save_at
+        self.steps: list[list[Any]] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
+    ) -> None:
+        plan = batch.plan
+        microbatches = [[members.tolist() for members in of_rank] for of_rank in plan.microbatches]
+        media = [[members.tolist() for members in of_rank] for of_rank in plan.encoder_batches]
+        self.steps.append([batch.epoch, batch.step, plan.samples.tolist(), microbatches, media])
+        if trainer.global_step == self.save_at:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+
+
+def train(
+    folder: Path,
+    *,
+    data: str,
+    layout: str,
+    adapts: bool = True,
+    replay: str | None = None,
+    resume: str | None = None,
+    freeze_encoder: bool = False,
+    cost: dict[str, float] | None = None,
+    **settings: Any,
+) -> None:
+    """Trains; writes the plans of all steps and the changes of costs."""
+    settings["packing"] = PackingConfig(cost=cost and CostModel(**cost))
+    notes, adapting = Notes(-1 if resume else 20), AdaptCosts(replay)
+    trainer = trainer_for(
+        layout,
+        max_epochs=2,
+        logger=CSVLogger(folder, "log", "0"),
+        callbacks=[*([adapting] if adapts else []), notes],
+        log_every_n_steps=1,
+        precision="64-true",
+        default_root_dir=folder,
+        plugins=[FlowCheckpointIO()] if layout == "auto" else None,
+    )
+    trainer.fit(
+        DearAttention(freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data), **settings), ckpt_path=resume
+    )
+    changes = [change.state_dict() for change in adapting.changes]
+    rank = os.environ.get("RANK", "0")
+    (folder / f"rank{rank}.json").write_text(json.dumps({"steps": notes.steps, "changes": changes}))
+    disconnect_groups()
+
+
+def train_twice(folder: Path, *, data: str) -> None:
+    """Two runs, each with a Trainer of its own, that share the callback; writes the changes of each run."""
+    adapting, changes = AdaptCosts(), []
+    for number in range(2):
+        trainer = trainer_for(
+            "colocated 1",
+            max_epochs=1,
+            logger=False,
+            callbacks=[adapting],
+            precision="64-true",
+            default_root_dir=folder / str(number),
+        )
+        trainer.fit(DearAttention(), datamodule=tiny_data(Path(data)))
+        changes.append([change.state_dict() for change in adapting.changes])
+    (folder / "rank0.json").write_text(json.dumps(changes))
+    disconnect_groups()
+
 
 STEPS_OF_AN_EPOCH = 16
 Run = list[dict[str, Any]]
@@ -37,7 +127,7 @@ def run(folder):
         name = f"{layout} {sorted(arguments)}".replace("/", " ")
         if name not in made:
             given = {"data": str(folder / "data"), "layout": layout, **arguments}
-            job = Job(name, "tests.callbacks.adapting:train", ranks_of(layout), given)
+            job = Job(name, f"{__name__}:train", ranks_of(layout), given)
             made[name] = run_jobs(folder, [job])[name].check().folder
         notes = [json.loads((made[name] / f"rank{rank}.json").read_text()) for rank in range(ranks_of(layout))]
         return made[name], notes
@@ -53,7 +143,7 @@ FROZEN = ("1+2", {"freeze_encoder": True})
 WORKERS = pytest.param("colocated 2", {"num_workers": 1}, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), FROZEN, WORKERS])
+@pytest.mark.parametrize(("layout", "settings"), [("1+2", {}), pytest.param(*FROZEN, marks=pytest.mark.full), WORKERS])
 def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
     _, notes = run(layout, **settings)
     assert len(notes[0]["changes"]) > 1
@@ -63,6 +153,7 @@ def test_all_ranks_change_costs_alike_and_plan_alike(run, layout, settings):
     assert any(change["encoder_cost"]["linear"] + change["encoder_cost"]["constant"] > 0 for change in changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
 def test_steps_before_the_first_change_are_packed_alike_and_samples_never_change(run, layout, settings):
     (_, notes), (_, plain) = run(layout, **settings), run(layout, adapts=False, **settings)
@@ -73,6 +164,7 @@ def test_steps_before_the_first_change_are_packed_alike_and_samples_never_change
     assert any(adapted != other for adapted, other in pairs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "settings"), [FROZEN, WORKERS])
 def test_a_run_is_repeated_from_the_file_of_its_changes(run, layout, settings):
     folder, notes = run(layout, **settings)
@@ -84,7 +176,11 @@ def test_a_run_is_repeated_from_the_file_of_its_changes(run, layout, settings):
 GIVEN = {"linear": 1e-4, "quadratic": 0.0, "constant": 0.0}
 
 
-@pytest.mark.parametrize("settings", [{}, {"cost": GIVEN}], ids=["costs left open", "costs given"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"cost": GIVEN}, marks=pytest.mark.full)],
+    ids=["costs left open", "costs given"],
+)
 def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
     folder, notes = run("1+2", **settings)
     _, resumed = run("1+2", resume=str(folder / "saved.ckpt"), **settings)
@@ -96,6 +192,7 @@ def test_a_resumed_run_packs_by_what_was_found_before(run, settings):
     assert resumed[0]["steps"][: len(expected)] == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["auto", "colocated 1"])
 def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layout):
     saved, notes = run("1+2", freeze_encoder=True)
@@ -106,8 +203,9 @@ def test_a_run_goes_on_with_the_costs_that_were_found_on_other_layouts(run, layo
     assert layout != "auto" or known == resumed[0]["changes"]
 
 
+@pytest.mark.full
 def test_with_another_trainer_the_callback_begins_anew(folder):
-    job = Job("twice", "tests.callbacks.adapting:train_twice", 1, {"data": str(folder / "data")})
+    job = Job("twice", f"{__name__}:train_twice", 1, {"data": str(folder / "data")})
     first, second = json.loads((run_jobs(folder, [job])["twice"].check().folder / "rank0.json").read_text())
     assert [place(change) for change in second] == [place(change) for change in first]
     assert second[0] not in first

@@ -9,15 +9,37 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics.text import CharErrorRate
 
 from flowtrain_lightning.callbacks import EvaluateAnswers
-from tests.callbacks.evaluating import SAMPLES
+from flowtrain_lightning.metrics import AnswerSimilarity
+from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
-from tests.forks import Job, read_down, run_jobs
+from tests.forks import Job, read_down, run_jobs, write_down
 from tests.lightning.wandb_file import read_history
 from tests.tiny import TinyVLM, tiny_data, write_records
+
+SAMPLES = 6
+"""Which no step's number of samples divides."""
+
+
+def train(folder: Path, *, data: str, layout: str, freeze_encoder: bool = False) -> None:
+    """Trains two epochs; every rank writes down the scores that its callbacks see."""
+    trainer = trainer_for(
+        layout,
+        precision="64-true",
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        logger=CSVLogger(folder, "log", ""),
+        callbacks=[EvaluateAnswers(SAMPLES, {"anls": AnswerSimilarity(), "errors": CharErrorRate()})],
+        default_root_dir=folder,
+    )
+    trainer.fit(TinyVLM(freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data), global_batch_size=4))
+    write_down(folder, {name: float(value) for name, value in trainer.callback_metrics.items()})
+    disconnect_groups()
+
 
 RUNS = {
     "auto": {"layout": "auto"},
@@ -44,7 +66,7 @@ def run_of(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     @cache
     def folder(name: str) -> Path:
         arguments = {"data": str(data), **RUNS[name]}
-        job = Job(name, "tests.callbacks.evaluating:train", ranks_of(str(RUNS[name]["layout"])), arguments)
+        job = Job(name, f"{__name__}:train", ranks_of(str(RUNS[name]["layout"])), arguments)
         return run_jobs(tmp_path_factory.mktemp("runs"), [job])[name].check().folder
 
     return folder
@@ -84,6 +106,7 @@ def test_without_a_logger_that_shows_tables_each_validation_writes_one(run_of):
     assert all(line[1].endswith("what?") and line[3] for line in lines)
 
 
+@pytest.mark.full
 def test_weights_and_biases_and_tensorboard_show_pictures_answers_and_truths(tmp_path, data):
     loggers = [WandbLogger(save_dir=tmp_path, offline=True), TensorBoardLogger(tmp_path, "board")]
     trainer = trainer_for(

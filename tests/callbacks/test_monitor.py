@@ -6,11 +6,29 @@ import csv
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 from flowtrain_lightning.callbacks import FlowMonitor
-from tests.exactness.layouts import ranks_of
+from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
-from tests.tiny import write_records
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+
+def train(folder: Path, *, data: str, layout: str, freeze_encoder: bool = False, every_n_steps: int = 2) -> None:
+    """Trains an epoch under the monitor; rank 0's logger writes ``log/metrics.csv``."""
+    trainer = trainer_for(
+        layout,
+        max_epochs=1,
+        limit_val_batches=0,
+        log_every_n_steps=every_n_steps,
+        logger=CSVLogger(folder, "log", ""),
+        callbacks=[FlowMonitor(every_n_steps, peak_flops=1e12)],
+        default_root_dir=folder,
+    )
+    trainer.fit(TinyVLM(freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data)))
+    disconnect_groups()
+
 
 KINDS = ("compute", "stall", "communication")
 POOL = ("put", "read", "waiting", "refused", "peak", "fallbacks")
@@ -32,7 +50,7 @@ def logged(folder: Path, data: Path, layout: str, **arguments: object) -> list[d
     """The monitor's figures, in the order in which they were logged, each time with the loss of the same step."""
     job = Job(
         "train",
-        "tests.callbacks.monitoring:train",
+        f"{__name__}:train",
         ranks_of(layout),
         {"data": str(data), "layout": layout, **arguments},
     )

@@ -118,8 +118,7 @@ def test_all_ranks_name_those_that_do_not_see_the_folder_and_nothing_is_left_in_
     assert (kept / "last.ckpt" / "index.json").is_file()
 
 
-@pytest.mark.parametrize("most_bytes", [0, 100, 300], ids="{} bytes".format)
-@pytest.mark.parametrize("victim", [0, 1], ids="rank {}".format)
+@pytest.mark.parametrize(("victim", "most_bytes"), [(0, 0), (1, 100), (0, 300)])
 def test_all_ranks_name_the_one_without_room_and_a_later_save_succeeds(tmp_path, victim, most_bytes):
     arguments = {"victim": victim, "most_bytes": most_bytes}
     job = Job("full", "tests.checkpoint.saving:save_where_no_room_is_left", 2, arguments)
@@ -153,7 +152,7 @@ def test_an_error_of_the_system_is_about_writing_whatever_it_says(tmp_path):
         raise OSError("of no errno")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_a_run_ends_with_that_sentence_and_goes_on_from_the_checkpoint_before(runs, rank):
     ended = runs.job(f"full on rank {rank}", "train_until_the_disk_is_full", 2, rank=rank)
     assert ended.codes == [1, 1], ended.log

@@ -36,6 +36,7 @@ def test_fit_goes_on_from_last(seen):
     assert seen[0]["went on to"] == 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rank", "moment"),
     [

@@ -41,12 +41,12 @@ def assert_same_losses(straight, resumed, first=SAVED_AT + 1):
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        ("dropout", "1+1"),
         ("dropout", "1+2"),
         ("frozen", "1+1"),
-        ("sgd", "1+1"),
         ("adagrad", "1+1"),
         ("frozen", "mixed 1+2"),
+        pytest.param("dropout", "1+1", marks=pytest.mark.full),
+        pytest.param("sgd", "1+1", marks=pytest.mark.full),
         pytest.param("dropout", "mixed 1+2", marks=pytest.mark.full),
         pytest.param("dropout", "2+1", marks=pytest.mark.full),
         pytest.param("dropout", "colocated", marks=pytest.mark.full),
@@ -88,6 +88,7 @@ def test_mixed_ranks_that_only_encode_work_ahead_where_the_encoder_is_frozen(run
     assert seen_by(straight, rank=1)["ahead"] == 0
 
 
+@pytest.mark.full
 def test_a_mixed_run_goes_on_colocated_then_in_one_process_and_then_mixed_again(runs):
     straight = runs.straight("adamw", "mixed 1+2")
     colocated = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", "colocated")
@@ -97,7 +98,10 @@ def test_a_mixed_run_goes_on_colocated_then_in_one_process_and_then_mixed_again(
         assert_same_losses(seen_by(straight), seen_by(back, rank), first=SAVED_AT + 4)
 
 
-@pytest.mark.parametrize("layout", ["2+1", "colocated", "auto", "ddp", pytest.param("alone", marks=pytest.mark.full)])
+LONGER = [pytest.param(layout, marks=pytest.mark.full) for layout in ("colocated", "ddp")]
+
+
+@pytest.mark.parametrize("layout", ["2+1", "auto", *LONGER, pytest.param("alone", marks=pytest.mark.full)])
 def test_on_another_layout_the_losses_are_the_same(runs, layout):
     straight = runs.straight("adamw", "1+1")
     resumed = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", layout)
@@ -105,7 +109,7 @@ def test_on_another_layout_the_losses_are_the_same(runs, layout):
         assert_same_losses(seen_by(straight), seen_by(resumed, rank))
 
 
-@pytest.mark.parametrize("layout", ["2+1", "colocated", "auto", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["2+1", pytest.param("auto", marks=pytest.mark.full), *LONGER])
 def test_and_so_they_are_on_the_way_back(runs, layout):
     straight = runs.straight("adamw", "1+1")
     there = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "adamw", layout)

@@ -22,12 +22,14 @@ def ends(rank):
     os._exit(3)
 
 
+@pytest.mark.full  # two fresh interpreters; `tests/pool/device` tries the same in forks
 def test_device_memory_that_two_processes_can_read_is_found():
     found = examine_device_tier(simulated)
     assert found.found
     assert "pass between processes in GPU memory, by CUDA IPC" in found.meaning
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make_runtime", "reason"),
     [

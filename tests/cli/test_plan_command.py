@@ -158,6 +158,7 @@ def test_the_plan_of_two_encoders_on_ranks_of_their_own_is_one_that_training_tak
     assert request.answer(8, graph=graph_of(("encoder_image", "encoder_audio", "backbone"))) is not None
 
 
+@pytest.mark.full
 def test_a_plan_with_tensor_ranks_runs(plan):
     arguments = ("--model", "qwen2.5-vl-72b", "--device", "h100", "--devices", "24")  # too large without them
     values = json.loads(plan(*arguments, "--json"))
@@ -165,6 +166,7 @@ def test_a_plan_with_tensor_ranks_runs(plan):
     assert values["plans"][values["recommended"]]["roles"]["backbone"]["layout"]["tensor"] > 1
 
 
+@pytest.mark.full
 def test_a_plan_that_training_runs_says_nothing_against_it(plan, tmp_path):
     arguments = (*MODEL, "--devices", "8", "--token-budget", "4096", "--whole-copies")
     values = json.loads(plan(*arguments, "--json", "--out", "plan.yaml"))
@@ -181,6 +183,7 @@ def test_the_best_plan_that_training_runs_comes_first(plan):
     assert faster is None or faster["step_seconds"] < values["plans"][values["recommended"]]["step_seconds"]
 
 
+@pytest.mark.full
 def test_a_layout_of_ones_own_is_shown_beside_the_best_plan(plan, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
     arguments = (*MODEL, "--devices", "8", "--layout", "mine.yaml")
@@ -194,6 +197,7 @@ def test_a_layout_of_ones_own_is_shown_beside_the_best_plan(plan, tmp_path):
     assert low < given["step_seconds"] < high
 
 
+@pytest.mark.full
 def test_the_memory_that_a_layout_lacks_is_printed_to_a_tenth_of_a_percent(plan, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE.replace("full", "none"))
     printed = plan("--model", "qwen2.5-vl-3b", "--devices", "8", "--layout", "mine.yaml")
@@ -222,6 +226,7 @@ def test_a_layout_that_cannot_be_is_refused_with_both_sides(plan, tmp_path, old,
     assert words in str(end.value.code)
 
 
+@pytest.mark.full
 def test_the_hours_and_the_cost_of_training_are_told_with_their_band(plan):
     arguments = (*MODEL, "--devices", "8", "--time-to-train", "1e9", "--price", "2.5")
     values = json.loads(plan(*arguments, "--json"))
@@ -235,6 +240,7 @@ def test_the_hours_and_the_cost_of_training_are_told_with_their_band(plan):
     assert " EUR for training" in plan(*arguments[:-1], "2.5EUR")
 
 
+@pytest.mark.full
 def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
     arguments = (*MODEL, "--devices", "512")
     assert "The batch of 256 samples is small for 512 devices: " in plan(*arguments)
@@ -242,6 +248,7 @@ def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
     assert json.loads(plan(*arguments, "--batch", str(enough), "--json"))["smallest_full_batch"] is None
 
 
+@pytest.mark.full
 def test_a_searched_token_budget_is_no_slower_than_the_default(plan):
     arguments = (*MODEL, "--devices", "8", "--json")
     searched, default = (json.loads(plan(*arguments, *more)) for more in (("--token-budget", "search"), ()))
@@ -249,6 +256,7 @@ def test_a_searched_token_budget_is_no_slower_than_the_default(plan):
     assert seconds[0] <= 1.06 * seconds[1]
 
 
+@pytest.mark.full
 def test_pictures_are_drawn(plan, tmp_path):
     pytest.importorskip("matplotlib")
     plan(*MODEL, "--devices", "4", "--plot", "plan.png")
@@ -257,6 +265,7 @@ def test_pictures_are_drawn(plan, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_sweep_has_every_power_of_two_and_the_end(plan):
     found = json.loads(plan(*MODEL, "--devices", "24", "--sweep", "--json"))
     assert [each["devices"] for each in found] == [1, 2, 4, 8, 16, 24]
@@ -264,6 +273,7 @@ def test_a_sweep_has_every_power_of_two_and_the_end(plan):
     assert rates == sorted(rates)
 
 
+@pytest.mark.full
 def test_a_sweep_says_where_nothing_fits(plan):
     assert "does not fit" in plan("--model", "qwen2.5-vl-7b", "--devices", "8", "--sweep")
 
@@ -328,6 +338,7 @@ def test_a_searched_token_budget_takes_samples_of_any_length(plan, tmp_path):
     assert "Recommended:" in printed
 
 
+@pytest.mark.full
 def test_a_layout_of_ones_own_is_told_also_where_nothing_fits(plan, tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE.replace("{data: 8}", "{data: 8, shard: fsdp}, offload: weights"))
     with pytest.raises(SystemExit) as end:
@@ -349,6 +360,7 @@ def test_a_token_budget_that_is_no_number_is_told_what_it_may_be(plan, capsys):
     assert "'many' is neither a number of tokens nor 'search'" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_is_frozen_is_not_trained(plan):
     def seconds(*more):
         return json.loads(plan(*MODEL, "--devices", "8", "--json", *more))["plans"]["colocated"]["step_seconds"]
@@ -406,6 +418,7 @@ def refused(plan, *arguments):
     return str(end.value.code)
 
 
+@pytest.mark.full
 def test_what_fits_on_the_devices_at_hand_is_named_before_more_of_them(plan, tmp_path):
     said = refused(plan, "--model", "qwen2.5-vl-72b", "--devices", "8")
     assert said.endswith("without any of this the smallest number that would do is 24.")
@@ -415,6 +428,7 @@ def test_what_fits_on_the_devices_at_hand_is_named_before_more_of_them(plan, tmp
     assert "Recommended: " in plan("--model", "qwen2.5-vl-72b", "--devices", "8", *option.split())
 
 
+@pytest.mark.full
 def test_a_smaller_token_budget_is_found_where_the_usual_one_does_not_fit(plan, tmp_path):
     (tmp_path / "small.yaml").write_text("{like: h100, memory: 24e9, per_node: 1}")
     arguments = ("--model", "qwen2.5-vl-7b", "--lora", "16", "--frozen-bf16", "--freeze", "encoder")
@@ -438,6 +452,7 @@ def test_smaller_encoder_batches_are_found_where_the_usual_ones_do_not_fit(plan,
     assert "Recommended: " in plan(*arguments, "--encoder-budget", patches)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", ["8", "16"])
 def test_two_encoders_beside_a_backbone_of_seven_billion_are_planned_as_they_run(plan, tmp_path, devices):
     (tmp_path / "hears.yaml").write_text(HEARS)
@@ -468,6 +483,7 @@ def test_a_language_model_is_planned_and_sent_to_lightnings_own_strategies(plan,
     assert json.loads(plan("--model", "text.yaml", "--devices", "8", "--json"))["recommended"] == "uniform"
 
 
+@pytest.mark.full
 def test_a_sweep_warns_of_batches_too_small_and_tells_hours_and_cost(plan):
     arguments = (*MODEL, "--devices", "64", "--batch", "32", "--sweep", "--time-to-train", "1e9", "--price", "2")
     printed = plan(*arguments)

@@ -13,6 +13,7 @@ from flowtrain_lightning.cli import main
 IN_THE_LONG_FORM = [pytest.param(model, marks=pytest.mark.full) for model in CONFIGS if model != "qwen2.5-vl-72b"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["qwen2.5-vl-72b", *IN_THE_LONG_FORM])
 def test_the_best_budget_for_16384_devices_is_found_in_seconds(monkeypatch, capsys, model):
     search = ("--token-budget", "search", "--batch", "16384")

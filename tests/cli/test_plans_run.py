@@ -70,6 +70,12 @@ def test_they_differ_in_placement_in_sharding_and_in_what_they_recompute(plans):
     assert {how for allocation in allocations for how in allocation.recompute.values()} == {"none", "selective", "full"}
 
 
+def test_a_plan_of_each_placement_trains(plans, tmp_path):
+    of_placements = {read_plan(path).placement: path for path in plans.values()}
+    train(list(of_placements.values()), tmp_path)
+
+
+@pytest.mark.full
 def test_all_of_them_train(plans, tmp_path):
     train(list(plans.values()), tmp_path)
 

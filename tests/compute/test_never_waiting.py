@@ -40,7 +40,8 @@ pytest.importorskip("transformers")
 from tests.models.tiny import FAMILIES
 
 META = torch.device("meta")
-MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava with clip", "llava with siglip")
+MODELS = ["qwen2_5_vl", "qwen3_vl_moe", "llava with siglip"]
+MODELS += [pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_vl", "qwen3_vl", "llava with clip")]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_a_step_of_a_hugging_face_model_never_waits(records, name):
     assert BACKBONE in done
 
 
-@pytest.mark.parametrize("name", ["gemma3", "paligemma 2"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("paligemma 2", marks=pytest.mark.full)])
 def test_nor_does_one_whose_tokens_see_each_other(records, monkeypatch, name):
     """With a stand-in for the kernel itself, which PyTorch has for GPUs alone."""
 
@@ -124,6 +125,7 @@ def test_nor_does_one_whose_tokens_see_each_other(records, monkeypatch, name):
     assert {ENCODER, BACKBONE} <= set(run_step(*family(name), records))
 
 
+@pytest.mark.full
 def test_compiled_layers_are_in_one_piece_each_and_never_compiled_anew(records, monkeypatch):
     compiled = CompileCounter()
     monkeypatch.setattr(huggingface_vlm, "compile_blocks", lambda model: compile_blocks(model, backend=compiled))

@@ -7,11 +7,10 @@ import pytest
 
 from flowtrain_lightning.data import RankShard, TokenSteps
 from flowtrain_lightning.packing import CostModel
-from tests.data.support import TOKEN_STEPS, WORKERS, read
+from tests.data.support import TOKEN_STEPS, read
 
 
-@WORKERS
-@pytest.mark.parametrize("delivered", [0, 2, 5])
+@pytest.mark.parametrize(("workers", "delivered"), [(0, 0), (0, 2), (0, 5), (2, 2)])
 def test_a_saved_position_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
     first = loader_of(num_workers=workers)
     whole = read(loader_of(), epoch=1)
@@ -59,8 +58,7 @@ def test_settings_that_move_no_sample_to_another_step_may_change(loader_of):
     assert read(loader) == read(loader_of())[2:]
 
 
-@WORKERS
-@pytest.mark.parametrize("delivered", [0, 1, 3])
+@pytest.mark.parametrize(("workers", "delivered"), [(0, 0), (0, 3), (2, 1)])
 def test_a_saved_position_in_a_token_stream_gives_exactly_the_remaining_batches(loader_of, workers, delivered):
     first = loader_of(num_workers=workers, token_steps=TOKEN_STEPS)
     whole = [read(loader_of(token_steps=TOKEN_STEPS), epoch) for epoch in (0, 1, 2)]

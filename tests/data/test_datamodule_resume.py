@@ -11,14 +11,14 @@ from tests.data.support import TOKEN_STEPS, Recorder, SaveAlways, Scheduled, dat
 @pytest.mark.parametrize("interval", [1.0, 3], ids=["validation at the end", "validation in mid-epoch"])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_resumed_from_any_checkpoint_reads_exactly_the_rest(file, tmp_path, interval, workers):
-    settings = {"max_epochs": 3, "val_check_interval": interval, "num_sanity_val_steps": 0}
+    settings = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
 
     def build():
         return data_module(file, file, num_workers=workers)
 
     whole = trained(tmp_path, build(), callbacks=[SaveAlways(tmp_path)], **settings)
     checkpoints = sorted(tmp_path.glob("*.ckpt"))
-    assert len(checkpoints) == 12 + 3 + 3
+    assert len(checkpoints) == 8 + 2 + 2
     for checkpoint in checkpoints:
         done = int(checkpoint.stem.split("-")[1])
         assert trained(tmp_path, build(), checkpoint, **settings) == whole[done:], checkpoint
@@ -37,7 +37,7 @@ def test_a_run_resumes_exactly_also_where_optimizers_ask_for_the_number_of_steps
 
 @pytest.mark.parametrize("kind", [Recorder, Scheduled])
 def test_a_run_on_a_token_stream_resumed_from_any_checkpoint_reads_the_rest(file, tmp_path, kind):
-    settings = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0}
     whole = trained(
         tmp_path, data_module(file, file, token_steps=TOKEN_STEPS), callbacks=[SaveAlways(tmp_path)], **settings
     )

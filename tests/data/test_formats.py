@@ -193,13 +193,6 @@ def test_every_record_is_found_again_by_its_offset(tmp_path, form, ascii_only):
         assert store.records(number, locations[number : number + 1]) == located[number : number + 1]
 
 
-@pytest.mark.parametrize("real", ["train.jsonl", "val.jsonl"])
-def test_real_records_are_read(real_data, real):
-    located = records_in(real_data / "mini_vl" / real)
-    assert all(found.images for found in located)
-    assert located[-1].images[0].is_file()
-
-
 BROKEN = {
     "not json": ('{"id": 1,', r"record 2.*not valid JSON"),
     "no object": ("[1]", "record 2.*expected a JSON object, got list"),

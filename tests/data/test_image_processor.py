@@ -116,27 +116,6 @@ def test_images_of_bytes_and_of_floats_are_packed_together(tmp_path):
     assert torch.equal(packed.patches[:4], packed.patches[4:])
 
 
-def test_transparency_lies_on_white_in_every_mode(tmp_path):
-    images = ImageProcessor(2, 2, 16, 16, mean=(0.0,) * 3, std=(1.0,) * 3)
-    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "colour.png")
-    palette = Image.new("P", (4, 4), 0)
-    palette.putpalette([0, 0, 0, 9, 9, 9])
-    palette.save(tmp_path / "palette.png", transparency=0)
-    for name in ("colour.png", "palette.png"):
-        np.testing.assert_allclose(images.load(tmp_path / name)[0], 1.0)
-
-
-def test_a_photo_on_its_side_is_turned(tmp_path):
-    pixels = np.zeros((8, 16, 3), np.uint8)
-    pixels[:, 8:] = 255
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    Image.fromarray(pixels).save(tmp_path / "p.jpg", exif=turned, quality=100)
-    patches, grid = IMAGES.load(tmp_path / "p.jpg")
-    assert grid == (8, 4)
-    assert patches[: len(patches) // 2].mean() < patches[len(patches) // 2 :].mean()
-
-
 def test_augmentation_sees_the_image_and_never_changes_its_size(tmp_path):
     write_image(tmp_path / "p.png", 16, 8)
     seen = []

@@ -203,11 +203,3 @@ def test_of_several_processes_the_first_bad_record_in_the_file_is_named(tmp_path
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
         index_table(tmp_path / "none.jsonl", MEASURE, None)
-
-
-def test_real_data_are_indexed_from_headers(real_data, tmp_path, decoded):
-    tokenizer = Letters()
-    table = index_table(real_data / "mini_vl/val.jsonl", replace(MEASURE, tokenizer=tokenizer), tmp_path)
-    assert len(table.locations) == 195
-    assert len(table.sizes.media_rows) == table.sizes.media_start[-1] > 195
-    assert decoded == []

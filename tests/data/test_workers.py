@@ -22,8 +22,9 @@ from flowtrain_lightning.data.worker_channels import WorkerChannel
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.step_planner import plan_step
-from tests.data.support import read, write_set
+from tests.data.support import data_module, read, write_set
 from tests.paths import python_path
+from tests.processes import Ranks
 
 
 def batch_of_one_step():
@@ -127,32 +128,26 @@ def test_a_channel_skips_blocks_that_nobody_asked_for():
     assert channel.receive(tokens[2], 8).tolist() == [3] * 8
 
 
-def test_workers_die_with_their_parent(tmp_path):
-    write_set(tmp_path / "d.jsonl", 8)
-    (tmp_path / "busy").mkdir()
-    script = """if True:
-        import os, pathlib, sys, threading, time
-        from tests.data.support import data_module
-        busy = pathlib.Path(sys.argv[2])
-        def wait(*_):
-            (busy / str(os.getpid())).touch()
-            time.sleep(60)
-        data = data_module(sys.argv[1], num_workers=2, augment=wait)
-        data.setup("fit")
-        iterator = iter(data.train_dataloader())
-        threading.Thread(target=next, args=(iterator,), daemon=True).start()
-        while len(list(busy.iterdir())) < 2:
-            time.sleep(0.05)
-        print(*(file.name for file in busy.iterdir()), flush=True)
+def load_without_end(rank, ranks, file, busy):
+    def wait(*_):
+        (busy / str(os.getpid())).touch()
         time.sleep(60)
-    """
-    command = [sys.executable, "-c", script, tmp_path / "d.jsonl", tmp_path / "busy"]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-    assert len(workers) == 2
-    parent.kill()
-    parent.wait()
-    assert psutil.wait_procs(workers, timeout=30)[1] == []  # well before they would go on
+
+    data = data_module(file, num_workers=2, augment=wait)
+    data.setup("fit")
+    next(iter(data.train_dataloader()))
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    file, busy = write_set(tmp_path / "d.jsonl", 8), tmp_path / "busy"
+    busy.mkdir()
+    with Ranks(load_without_end, 1, [file, busy]) as parent:
+        end = time.monotonic() + 60
+        while len(workers := [psutil.Process(int(file.name)) for file in busy.iterdir()]) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        parent.signal(0, signal.SIGKILL)
+        assert psutil.wait_procs(workers, timeout=30)[1] == []  # well before they would go on
 
 
 def test_an_error_in_a_worker_names_file_and_record(loader_of, tmp_path):
@@ -169,6 +164,7 @@ def test_a_dead_worker_is_an_error_and_no_hang(loader_of):
         read(loader)
 
 
+@pytest.mark.full
 def test_a_full_shared_memory_is_named_with_what_is_free():
     """In a mount namespace of its own, with four pages of memory in the place of /dev/shm."""
     script = (

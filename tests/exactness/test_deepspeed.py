@@ -21,14 +21,14 @@ ZERO2 = {"shard": "deepspeed-2"}
 ZERO3 = {"shard": "deepspeed-3"}
 ON_HOST = {"offload": "optimizer"}
 
-QUICK = [
-    Case("2+2", {"encoder": ZERO1, "backbone": ZERO2}, "32-true", clip=0.2),
+QUICK = [Case("2+2", {"encoder": ZERO1, "backbone": ZERO2}, "32-true", clip=0.2)]
+LONG = [
     Case("2+2", {"encoder": {**ZERO2, "recompute": "full"}, "backbone": FSDP}, "32-true", {"encoder_activations": 0}),
     Case("2+2", {"encoder": ZERO2, "backbone": ZERO2}, "32-true", freeze=True),
     Case("colocated 2", {"encoder": ZERO3, "backbone": ZERO3}, "32-true", {"encoder_activations": 0}),
     Case("colocated 2", {"encoder": {**ZERO3, **ON_HOST}, "backbone": {**ZERO2, **ON_HOST}}, "32-true", data=CUT),
 ]
-LONG = (
+LONG += (
     [
         Case(layout, {"encoder": encoder, "backbone": backbone}, "32-true", {"encoder_activations": kept}, clip=0.2)
         for layout, kept in (("3+2", 4), ("colocated 3", 1))

@@ -11,26 +11,14 @@ from tests.exactness.test_sharded import FSDP, Case, check_against_plain_loop, r
 
 __all__ = ["run"]  # a fixture
 
-QUICK = [
-    Case("1+2", {"backbone": FSDP}, freeze=True, kind="projecting"),
-    Case("1+2", {}, kind="projecting"),
+LAYOUTS = [
+    (layout, {"backbone": backbone}) for layout in ("1+2", "colocated 2", "mixed 1+2") for backbone in ({}, FSDP)
 ]
-LONG = [
-    Case(layout, {"backbone": backbone}, freeze=freeze, kind="projecting")
-    for layout in ("colocated 2", "mixed 1+2")
-    for backbone in ({}, FSDP)
-    for freeze in (False, True)
-]
-LONG += [
-    Case("1+2", {"backbone": shared}, freeze=freeze, kind="projecting")
-    for shared in ({"context": 2}, {"tensor": 2})
-    for freeze in (False, True)
-]
-CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
-    pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
-]
+LAYOUTS += [("1+2", {"backbone": shared}) for shared in ({"context": 2}, {"tensor": 2})]
+CASES = [Case(*layout, freeze=freeze, kind="projecting") for layout in LAYOUTS for freeze in (False, True)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.full  # `tests/models/test_projector.py` has its quick form
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_projector_beside_the_decoder_trains_as_in_the_plain_loop(run: Callable[..., Run], case: Case):
     check_against_plain_loop(run, case)

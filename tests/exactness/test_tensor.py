@@ -35,14 +35,15 @@ def divided(
 
 
 QUICK = [
-    divided("colocated 4", FSDP, {**TENSOR, "recompute": "full"}, kept=0, kernel="foreach"),
     divided("1+4", {}, {**CONTEXT, "recompute": "full"}, clip=0.2),
-    divided("1+4", {}, {"context": 4}, freeze=True),
+    divided("colocated 2", TENSOR, {**TENSOR, "recompute": "full"}, "32-true", tokens=True, clip=0.2, kernel="fused"),
+]
+LONG = [
     divided(
         "colocated 4", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, "32-true", tokens=True, clip=0.2, kernel="fused"
     ),
-]
-LONG = [
+    divided("colocated 4", FSDP, {**TENSOR, "recompute": "full"}, kept=0, kernel="foreach"),
+    divided("1+4", {}, {"context": 4}, freeze=True),
     divided("2+2", TENSOR, TENSOR, "32-true", clip=0.2),
     divided("colocated 4", TENSOR, CONTEXT_ACROSS, "32-true"),
     divided("1+4", {}, TENSOR_ACROSS, clip=0.2),

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.faults.forks import Forks
 from tests.faults.trial import draw, run_trial, why_impossible
 from tests.trials import RESULTS, commit
 
@@ -31,14 +30,14 @@ def main() -> int:
     known = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     done = {each["seed"]: each["complaint"] for each in known}
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    with Forks() as forks, options.results.open("a") as results:
+    with options.results.open("a") as results:
         for seed in range(options.first, options.first + options.of):
             if seed in done:
                 continue
             if reason := why_impossible(draw(seed)):
                 print(f"{draw(seed)} is left out: {reason}", flush=True)
             else:
-                found = _run(seed, forks)
+                found = _run(seed)
                 done[seed] = found["complaint"]
                 print(json.dumps(found), file=results, flush=True)
                 print(
@@ -48,12 +47,12 @@ def main() -> int:
     return int(_failed(done) > 0)
 
 
-def _run(seed: int, forks: Forks) -> dict[str, Any]:
+def _run(seed: int) -> dict[str, Any]:
     trial, start = draw(seed), time.monotonic()
     complaint = ""
     with TemporaryDirectory(prefix="campaign-") as folder:
         try:
-            run_trial(trial, forks, Path(folder))
+            run_trial(trial, Path(folder))
         except AssertionError as error:
             complaint = _shortened("".join(traceback.format_exception(error)[-2:]))
     return {

@@ -1,25 +1,17 @@
-"""Jobs over the same records, and one process for all tests that fork theirs."""
+"""Jobs over the same records."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.fault import Fault
-from tests.faults.forks import Forks
 from tests.faults.job import Job
 from tests.tiny import write_records
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    """The process whose forks are the ranks of jobs; it outlives the files of other rooms between those of this one."""
-    with Forks() as running:
-        yield running
 
 
 @pytest.fixture(scope="package")

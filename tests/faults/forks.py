@@ -1,4 +1,4 @@
-"""Runs jobs whose processes are forked from one that has computed once: a start takes no time.
+"""Runs jobs whose processes are forked from the server of `tests.forks`: a start takes no time.
 
 A job's first process is forked here, and where the launcher would start the script anew for every other rank
 the first process forks itself: so each is whose child it would be, and only the imports are saved.
@@ -8,48 +8,23 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
-import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from flowtrain_lightning.trainer import launcher
 from tests.faults import train
 from tests.faults.job import Ended, Job
 from tests.faults.observing import observe
-from tests.paths import python_path
-from tests.warm import warm_up
+from tests.forks import in_the_server
 
 
-class Forks:
-    """A process that runs jobs, one at a time, until the end of the context."""
-
-    def __enter__(self) -> Forks:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.forks"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()
-
-    def run(self, job: Job) -> Ended:
-        """What becomes of the job."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        pickle.dump(job, self._process.stdin)
-        self._process.stdin.flush()
-        ended = pickle.load(self._process.stdout)
-        assert isinstance(ended, Ended)
-        return ended
+def run_forked(job: Job) -> Ended:
+    """What becomes of the job."""
+    ended = in_the_server(_fork_and_observe, job)
+    assert isinstance(ended, Ended)
+    return ended
 
 
 class ForkedRank:
@@ -91,20 +66,12 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def main() -> None:
-    """Run the jobs that come through stdin. In a forked process: be the first one of a job."""
-    warm_up()
-    while True:
-        try:
-            job: Job = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            break
-        pid = os.fork()
-        if pid == 0:
-            _first_process(job)
-            break
-        pickle.dump(observe(job, pid), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+def _fork_and_observe(job: Job) -> Ended:
+    pid = os.fork()
+    if pid == 0:
+        _first_process(job)
+        raise SystemExit  # so that the interpreter ends as a user's does
+    return observe(job, pid)
 
 
 def _first_process(job: Job) -> None:
@@ -123,7 +90,3 @@ def _first_process(job: Job) -> None:
 
 class _Subprocess:
     Popen: Any = ForkedRank
-
-
-if __name__ == "__main__":
-    main()

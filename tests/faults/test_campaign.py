@@ -7,17 +7,13 @@ from tests.faults.trial import draw, run_trial, why_impossible
 LONG = 66
 
 
-def _trial(seed):
-    """One trial; `make test` runs the calm one of the first four, since others keep processors from its tests."""
-    return pytest.param(seed, marks=() if seed < 4 and not draw(seed).load else pytest.mark.full)
-
-
-@pytest.mark.parametrize("seed", map(_trial, range(LONG)))
-def test_a_random_fault_is_told_and_the_job_goes_on_bit_for_bit(seed, forks, tmp_path):
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(LONG))
+def test_a_random_fault_is_told_and_the_job_goes_on_bit_for_bit(seed, tmp_path):
     trial = draw(seed)
     if reason := why_impossible(trial):
         pytest.skip(f"no hosts can be made of network namespaces here: {reason}")
-    run_trial(trial, forks, tmp_path)
+    run_trial(trial, tmp_path)
 
 
 def test_a_trial_is_the_same_whenever_it_is_drawn():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.fault import Fault
+from tests.faults.forks import run_forked
 from tests.faults.verdict import BACKBONE, FIRST, HANG_TIMEOUT, assert_all_ended, assert_all_told
 
 pytest.importorskip("deepspeed")
@@ -18,8 +19,8 @@ CASES = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("shard", "rank", "kind"), CASES)
-def test_ranks_that_wait_in_a_collective_of_deepspeed_end_with_the_one_that_broke(shard, rank, kind, forks, job):
+def test_ranks_that_wait_in_a_collective_of_deepspeed_end_with_the_one_that_broke(shard, rank, kind, job):
     strategy = {"encoder_ranks": 1, "roles": {"backbone": {"shard": shard}}, "hang_timeout": HANG_TIMEOUT}
-    ended = forks.run(job(fault := Fault(kind, rank, "train", step=3), strategy=strategy))
+    ended = run_forked(job(fault := Fault(kind, rank, "train", step=3), strategy=strategy))
     assert_all_ended(ended, fault)
     assert_all_told(ended, fault)

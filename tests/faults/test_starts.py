@@ -18,6 +18,8 @@ from tests.faults.verdict import (
     settings_for,
 )
 
+pytestmark = pytest.mark.full  # `test_faults.py` forks the ranks where Lightning would start them
+
 SECONDS = 600.0
 """The longest that a job may take: on a machine short of memory fresh processes need minutes for imports alone."""
 
@@ -26,10 +28,10 @@ SECONDS = 600.0
     "fault",
     [
         Fault("kill", FIRST, "train", step=3),
-        pytest.param(Fault("raise", ENCODER, "train", step=3), marks=pytest.mark.full),
-        pytest.param(Fault("kill", ENCODER, "train", step=0), marks=pytest.mark.full),
-        pytest.param(Fault("stop", FIRST, "wait", step=3), marks=pytest.mark.full),
-        pytest.param(Fault("kill", BACKBONE, "build"), marks=pytest.mark.full),
+        Fault("raise", ENCODER, "train", step=3),
+        Fault("kill", ENCODER, "train", step=0),
+        Fault("stop", FIRST, "wait", step=3),
+        Fault("kill", BACKBONE, "build"),
     ],
     ids=named,
 )
@@ -43,8 +45,8 @@ def test_ranks_that_lightning_started_end_together(fault, job):
     "fault",
     [
         Fault("kill", ENCODER, "train", step=3),
-        pytest.param(Fault("raise", BACKBONE, "train", step=3), marks=pytest.mark.full),
-        pytest.param(Fault("stop", FIRST, "train", step=3), marks=pytest.mark.full),
+        Fault("raise", BACKBONE, "train", step=3),
+        Fault("stop", FIRST, "train", step=3),
     ],
     ids=named,
 )
@@ -54,7 +56,6 @@ def test_ranks_that_torchrun_started_end_together(fault, job):
     assert_all_told(ended, fault)
 
 
-@pytest.mark.full
 def test_torchrun_restarts_a_killed_job_which_resumes_from_the_last_checkpoint(job):
     fault = Fault("kill", ENCODER, "train", step=5)
     ended = run_script(job(fault, ckpt_path="last", deadline=SECONDS), torchrun=True, restarts=1)

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.faults.fault import Fault
-from tests.faults.forks import Forks
+from tests.faults.forks import run_forked
 from tests.faults.job import DEADLINE, Job
 from tests.faults.train import STEPS
 from tests.faults.verdict import (
@@ -98,7 +98,7 @@ def why_impossible(trial: Trial) -> str | None:
     return why_not() if trial.fault.kind == "lost network" else None
 
 
-def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
+def run_trial(trial: Trial, folder: Path) -> None:
     """Let the fault happen to a job in ``folder``, then let the job go on from its last checkpoint.
 
     A clock that jumps is no fault: such a job is to end as if nothing had happened.
@@ -113,10 +113,10 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
     settings["deadline"] = deadline = DEADLINE * slow
     settings["strategy"] |= LAYOUTS[trial.layout]
     with _busy(trial.load), _hosts_for(trial.fault) as hosts:
-        ended = forks.run(Job(folder, trial.fault, hosts=hosts, **settings))
+        ended = run_forked(Job(folder, trial.fault, hosts=hosts, **settings))
         if trial.fault.kind == "clock jump":
             assert_healthy(ended)
-            assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the clock changed the weights"
+            assert _weights(folder) == _undisturbed_weights(trial.layout), "the clock changed the weights"
             return
         assert_all_ended(ended, trial.fault)
         if trial.fault.kind == "wrong data":
@@ -126,10 +126,10 @@ def run_trial(trial: Trial, forks: Forks, folder: Path) -> None:
             assert_told_of_network(ended)
         else:
             assert_all_told(ended, trial.fault)
-        resumed = forks.run(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last", deadline=deadline))
+        resumed = run_forked(Job(folder, strategy=_strategy(trial.layout), ckpt_path="last", deadline=deadline))
     became = (resumed.code, resumed.finished, resumed.left)
     assert became == (0, dict.fromkeys(LABELS, STEPS), []), f"{resumed.said}\nThe job that went on: {became}"
-    assert _weights(folder) == _undisturbed_weights(forks, trial.layout), "the resumed job has other weights"
+    assert _weights(folder) == _undisturbed_weights(trial.layout), "the resumed job has other weights"
 
 
 def _strategy(layout: str) -> dict[str, Any]:
@@ -151,11 +151,11 @@ def _weights(folder: Path) -> dict[str, str]:
 
 
 @cache
-def _undisturbed_weights(forks: Forks, layout: str) -> dict[str, str]:
+def _undisturbed_weights(layout: str) -> dict[str, str]:
     with TemporaryDirectory(prefix="undisturbed-") as name:
         folder = Path(name)
         _write_data(folder)
-        ended = forks.run(Job(folder, strategy=_strategy(layout), deadline=DEADLINE * slowness()))
+        ended = run_forked(Job(folder, strategy=_strategy(layout), deadline=DEADLINE * slowness()))
         assert (ended.code, ended.left) == (0, []), ended.said
         return _weights(folder)
 

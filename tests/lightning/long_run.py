@@ -1,11 +1,14 @@
 """Trains until somebody ends it, or fails where it is told to: ``encode``, ``loss``, ``names``, ``log after a step``.
 
+At ``sigterm`` the encoder rank is asked to end.
+
 Also a script, ``long_run.py FOLDER DATA``. After three steps each rank writes ``pid-RANK``.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,8 @@ class Failing(TinyVLM):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.place == "names" and self.trainer.global_step == 3:
             self.log(f"gradients_on_rank_{self.trainer.global_rank}", 1.0)
+        if self.place == "sigterm" and self.trainer.global_step == 3 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         self._log_alone("step")
 
     def on_train_epoch_end(self) -> None:

@@ -41,10 +41,11 @@ BY_CLASS = "{class_path: flowtrain_lightning.FlowTrainStrategy, init_args: {enco
     ("strategy", "launcher", "reason"),
     [
         (BY_CLASS, (), "because it was asked for"),
-        (
+        pytest.param(
             BY_NAME,
             (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
             "is predicted to be",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["by class with Lightning's launcher", "by name under torchrun"],

@@ -27,8 +27,17 @@ SECONDS = 400
 LAUNCHERS = {"lightning": (), "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")}
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), pytest.param("torchrun", 0, marks=pytest.mark.full)])
-def test_sigterm_to_one_rank_ends_all_with_a_checkpoint_that_resumes(one_rank, data_folder, launcher, rank):
+def test_sigterm_to_one_rank_ends_all_with_a_checkpoint_that_resumes(one_rank, data_folder):
+    arguments = {"data_folder": str(data_folder), "place": "sigterm"}
+    job = Job("ended", "tests.lightning.long_run:train", 2, arguments, deadline=SECONDS)
+    done = run_jobs(one_rank.folder, [job])["ended"].check()
+    assert "received SIGTERM; saved" in done.log
+    _resume(one_rank, done.folder / "preempted.ckpt")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("torchrun", 0)])
+def test_so_it_does_however_the_ranks_were_started(one_rank, data_folder, launcher, rank):
     folder = one_rank.folder
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), str(folder), str(data_folder)]
     with launch(command, folder / "log") as process:
@@ -75,7 +84,10 @@ def test_different_names_on_two_ranks_are_told(tmp_path, data_folder):
         )
 
 
-@pytest.mark.parametrize("place", ["step", "epoch", "validation", "step of colocated ranks"])
+LONGER = [pytest.param(place, marks=pytest.mark.full) for place in ("epoch", "step of colocated ranks")]
+
+
+@pytest.mark.parametrize("place", ["step", "validation", *LONGER])
 def test_who_logs_alone_is_told_so_within_seconds_and_how_rank_zero_may(tmp_path, data_folder, place):
     for text in _fail(tmp_path, data_folder, f"log after a {place}", seconds=40):
         assert "log('note', ...) was called on rank 0 (" in text

@@ -54,7 +54,6 @@ def _stop() -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_epochs": {"max_epochs": 2},
     "max_steps": {"max_steps": 7, "max_epochs": -1},
-    "max_steps inside an epoch": {"max_steps": 3},
     "max_time": {"max_time": {"microseconds": 1}, "max_epochs": 2},
     "min_epochs": {"min_epochs": 4, "max_epochs": 5, "limit_train_batches": 1},
     "min_steps": {"min_steps": 4, "max_epochs": 5, "limit_train_batches": 1},
@@ -72,18 +71,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "val_check_interval of 1.0": {"val_check_interval": 0.5},
     "val_check_interval over epochs": {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2},
     "num_sanity_val_steps off": {"num_sanity_val_steps": 0, "limit_train_batches": 1},
-    "num_sanity_val_steps": {"num_sanity_val_steps": 1, "limit_train_batches": 1},
     "num_sanity_val_steps all": {"num_sanity_val_steps": -1, "limit_train_batches": 1},
     "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
-    "deterministic": {"deterministic": True, "limit_train_batches": 1},
-    "benchmark": {"benchmark": True, "limit_train_batches": 1},
-    "detect_anomaly": {"detect_anomaly": True, "limit_train_batches": 2},
-    "inference_mode": {"inference_mode": False, "limit_train_batches": 1},
-    "use_distributed_sampler": {"use_distributed_sampler": False, "limit_train_batches": 1},
     "barebones": {"barebones": True, "limit_train_batches": 2},
-    "enable_checkpointing": {"enable_checkpointing": False, "limit_train_batches": 1},
-    "enable_progress_bar": {"enable_progress_bar": True, "enable_model_summary": True, "limit_train_batches": 1},
-    "profiler": {"profiler": "simple", "limit_train_batches": 1},
+    "what changes no number": {
+        "deterministic": True,
+        "benchmark": True,
+        "detect_anomaly": True,
+        "inference_mode": False,
+        "use_distributed_sampler": False,
+        "enable_progress_bar": True,
+        "enable_model_summary": True,
+        "profiler": "simple",
+        "limit_train_batches": 2,
+    },
 }
 """Settings of a Trainer that change nothing but what its loops run; all with one epoch unless they say else."""
 
@@ -109,8 +110,6 @@ def every_setting(context: RunContext) -> None:
             "estimated": None if name in ("max_time", *EARLY) else float(trainer.estimated_stepping_batches),
             "lengths": half_lengths(module),
         }
-        trainer.test(module, context.data(), verbose=False)
-        context.notes[name]["test"] = numbers(trainer.callback_metrics)
 
 
 def every_evaluation_limit(context: RunContext) -> None:
@@ -185,7 +184,6 @@ def test_a_setting_of_the_loops_means_what_it_means_under_plain_lightning(layout
         assert _rounded(own["events"]) == _rounded(plain["events"])
         assert (own["steps"], own["epochs"], own["estimated"]) == (plain["steps"], plain["epochs"], plain["estimated"])
         assert own["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
-        assert own["test"] == pytest.approx(plain["test"], rel=1e-6)
         for half, length in own["lengths"].items():
             assert length == pytest.approx(plain["lengths"][half], rel=1e-9)
 

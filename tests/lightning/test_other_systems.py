@@ -8,6 +8,8 @@ import pytest
 
 from tests.paths import python_path
 
+pytestmark = pytest.mark.full  # two fresh interpreters
+
 WITHOUT_LINUX = """
 import fcntl, mmap, multiprocessing, os, select, signal, socket, sys, types
 
@@ -20,15 +22,20 @@ for module, begins in names.items():
 """
 """Takes away what is there on Linux alone."""
 
-TRAIN = """
+PROGRAM = """
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")  # as on a Mac
     from pathlib import Path
     import lightning as L
+    from flowtrain_lightning.cli import main
     from flowtrain_lightning.trainer import refusals
     from tests.tiny import TinyVLM, tiny_data, write_records
 
-    folder = Path(sys.argv[1])
+    for arguments in (["plan", "--model", "qwen2-vl-2b", "--devices", "8"], ["doctor"]):
+        sys.argv[1:] = arguments
+        main()
+        print("ended", *arguments)
+    folder = Path.cwd()
     write_records(folder, 16)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(strategy="auto", accelerator="cpu", devices=1, max_steps=2, **quiet)
@@ -38,30 +45,23 @@ if __name__ == "__main__":
     L.Trainer(strategy="flowtrain", accelerator="cpu", devices=2)
 """
 
-COMMAND = """
-from flowtrain_lightning.cli import main
-main()
-"""
 
-
-def run(program, *arguments, folder):
-    (folder / "program.py").write_text(WITHOUT_LINUX + program)
-    command = [sys.executable, str(folder / "program.py"), *arguments]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The program when it has ended; a fresh interpreter, since imports are part of what is tried."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "program.py").write_text(WITHOUT_LINUX + PROGRAM)
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "program.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
 
 
-def test_auto_trains_and_flowtrain_says_that_it_needs_linux(tmp_path):
-    ended = run(TRAIN, str(tmp_path), folder=tmp_path)
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_command_works(ended, command):
+    assert f"\nended {command}" in ended.stdout, ended.stderr
+
+
+def test_auto_trains_and_flowtrain_says_that_it_needs_linux(ended):
     assert "loss " in ended.stdout, ended.stderr
     assert ended.returncode == 1
     assert "only Linux has, and this is Darwin. Debug here with strategy='auto'" in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "arguments", [("plan", "--model", "qwen2-vl-2b", "--devices", "8"), ("doctor",)], ids=lambda a: a[0]
-)
-def test_a_command_works(arguments, tmp_path):
-    ended = run(COMMAND, *arguments, folder=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr

@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import lightning as L
@@ -49,7 +50,7 @@ ASKED = {"_layer_sync", "_val_check_time_interval", "_model_registry", "_log_mod
 
 
 def test_no_other_private_name_is_imported():
-    assert {found for file in PACKAGE.rglob("*.py") for found in _private_imports(file)} == IMPORTS
+    assert {found for tree in _trees() for found in _private_imports(tree)} == IMPORTS
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(IMPORTS))
@@ -64,8 +65,8 @@ def test_a_subclass_uses_no_other_private_attribute_of_its_base(file):
 
 def test_no_other_private_attribute_is_looked_up_by_name():
     found = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for tree in _trees():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
                 name = node.args[1]
                 found |= {name.value} if isinstance(name, ast.Constant) else set()
@@ -144,8 +145,13 @@ def test_lightning_leaves_a_loader_alone_that_is_no_pytorch_loader():
     assert "isinstance(dataloader, DataLoader)" in inspect.getsource(_DataConnector._prepare_dataloader)
 
 
-def _private_imports(file: Path) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(ast.parse(file.read_text())):
+@cache
+def _trees() -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+
+
+def _private_imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(PACKAGE.name):
             yield from ((node.module, alias.name) for alias in node.names if alias.name.startswith("_"))
 

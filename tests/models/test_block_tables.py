@@ -64,7 +64,10 @@ def tables(batch: PackedBatch, kind: str, window: int | None) -> BlockMask:
     return block_mask(*bounds_of_sight(batch.cu_seqlens, KINDS[kind](batch), window, len(batch.tokens)))
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, TILE, 300])
+WINDOWS = [None, 100, TILE, *(pytest.param(window, marks=pytest.mark.full) for window in (1, 300))]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_those_of_the_mask_of_all_pairs(kind, window):
     counts = torch.zeros(3)
@@ -90,8 +93,7 @@ def test_tables_are_those_of_the_mask_of_all_pairs(kind, window):
 
 
 @pytest.mark.parametrize("device", MACHINES)
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "window"), [("images", 100), ("prefixes", None), ("neither", 100)])
 def test_attention_over_many_tiles_is_that_of_masks_of_all_pairs(kind, window, device):
     on_gpu = device == "cuda"  # on CPU PyTorch has no backward for it, and compiling takes long
     for seed in (1, 2):

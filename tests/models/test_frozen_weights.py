@@ -33,9 +33,7 @@ def published_in_bf16(family: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_vl, tied", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava with clip", "gemma3"]
-)
+@pytest.mark.parametrize("family", ["qwen2_vl, tied", "qwen3_vl_moe", "gemma3"])
 def test_under_mixed_precision_nothing_changes_to_the_bit(tmp_path: Path, family: str):
     samples, module = Samples(tmp_path, FAMILIES[family]), published_in_bf16(family)
     half = FAMILIES[family].kind(FAMILIES[family].config, adapters=LORA, frozen_in_bf16=True)

@@ -118,6 +118,7 @@ def test_adamw_is_fused_where_no_weight_lies_on_the_host(folder):
         assert {group["fused"] for group in module.configure_optimizers().param_groups} == {fused}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava with siglip"])
 def test_a_profile_counts_the_work_of_both_halves(tmp_path, family):
     kind, config, images = FAMILIES[family].kind, FAMILIES[family].config, FAMILIES[family].images
@@ -242,9 +243,15 @@ def test_decoders_that_see_ahead_are_refused_where_nothing_can_compare_them(monk
         Gemma(config).configure_model()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl, tied", "llava with siglip", "smolvlm"])
-@pytest.mark.parametrize("from_folder", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "from_folder", "dtype"),
+    [
+        ("qwen2_5_vl", True, torch.bfloat16),
+        ("qwen2_vl, tied", False, torch.float32),
+        ("llava with siglip", True, torch.float32),
+        ("smolvlm", False, torch.bfloat16),
+    ],
+)
 def test_a_model_of_which_ranks_hold_parts_has_the_weights_of_one_process(tmp_path, family, from_folder, dtype):
     kind, source = FAMILIES[family].kind, FAMILIES[family].config
     if from_folder:

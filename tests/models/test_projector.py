@@ -24,13 +24,12 @@ pytest.importorskip("transformers")
 
 FSDP, TENSOR, CONTEXT = ({"backbone": layout} for layout in ({"shard": "fsdp"}, {"tensor": 2}, {"context": 2}))
 QUICK = [
-    ("llava with clip", "1+1", {}),
-    ("llava with clip", "colocated 2", {}),
     ("llava with clip", "1+2", FSDP),
-    ("qwen2_5_vl", "1+1", {}),
     ("qwen2_5_vl", "mixed 1+2", {}),
 ]
 LONG = [
+    *(("llava with clip", layout, {}) for layout in ("1+1", "colocated 2")),
+    ("qwen2_5_vl", "1+1", {}),
     *((family, layout, {}) for family in ("qwen3_vl", "internvl") for layout in ("1+1", "mixed 1+2")),
     *((family, "1+2", roles) for family in ("qwen2_5_vl", "qwen3_vl") for roles in (FSDP, TENSOR, CONTEXT)),
     ("llava with clip", "mixed 1+2", {}),

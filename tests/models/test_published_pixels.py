@@ -28,8 +28,10 @@ SHAPES = ((5, 150), (150, 5), (1, 1), (3, 2), (27, 43), (448, 448), (500, 333), 
 FEW_TILES = {"internvl": (60, 60), "smolvlm": (20, 160)}
 """Height and width of an image of which few tiles are made; elsewhere any is."""
 
-FAMILIES = [pytest.param(name, marks=pytest.mark.full if name == "smolvlm" else ()) for name in IN_PUBLISHED_SIZE]
-"""SmolVLM takes its time: it scales every image up to 2048 pixels, and cuts it into tiles of 512."""
+LARGE = ("smolvlm", "internvl", "paligemma")
+"""Of which the pixels take their time: SmolVLM scales every image up to 2048, and cuts it into tiles of 512."""
+
+FAMILIES = [pytest.param(name, marks=pytest.mark.full if name in LARGE else ()) for name in IN_PUBLISHED_SIZE]
 
 ORIENTATION = 0x0112  # EXIF tag
 

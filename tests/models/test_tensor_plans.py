@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 TENSOR = {"tensor": 2}
 BOTH = {"encoder": TENSOR, "backbone": TENSOR}
 CONTEXT = {"backbone": {"context": 2}}
-QUICK = [("qwen3_vl", "1+2", CONTEXT), ("llava with clip", "2+2", BOTH)]
-LONG = [("qwen3_vl", "1+2", {"backbone": TENSOR})]
+QUICK = [("llava with clip", "colocated 2", BOTH)]
+LONG = [("llava with clip", "2+2", BOTH), ("qwen3_vl", "1+2", CONTEXT), ("qwen3_vl", "1+2", {"backbone": TENSOR})]
 LONG += [
     (family, layout, roles)
     for family in ("qwen2_5_vl", "qwen2_vl, tied", "llava with siglip", "internvl")

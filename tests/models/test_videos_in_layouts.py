@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ("family", "layout"),
     [
         ("qwen3_vl", "1+1"),
-        ("qwen2_5_vl", "mixed 1+2"),
+        pytest.param("qwen2_5_vl", "mixed 1+2", marks=pytest.mark.full),
         pytest.param("qwen2_5_vl", "1+1", marks=pytest.mark.full),
         pytest.param("qwen2_5_vl", "colocated 2", marks=pytest.mark.full),
         pytest.param("qwen2_vl", "1+2", marks=pytest.mark.full),
@@ -59,6 +59,7 @@ def test_a_layout_computes_on_videos_what_one_process_does(trained, family, layo
     assert error(found.weights[-1], expected.weights[-1]) <= 1e-9
 
 
+@pytest.mark.full
 def test_a_run_on_videos_goes_on_from_a_checkpoint_to_the_bit(trained):
     whole = trained("qwen3_vl", "1+1", saves_after=MIDDLE)
     found = read_run(trained("qwen3_vl", "1+1", resumes=str(whole / "middle.ckpt")))

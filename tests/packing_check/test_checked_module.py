@@ -40,15 +40,20 @@ def test_blocks_are_cut_behind_the_first_of_every_kind():
     assert (len(blocks), depth) == (12, 4)
 
 
-@pytest.mark.parametrize("built", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_large_module_is_checked_with_fewer_blocks(tmp_path, monkeypatch, built):
+BUILT = pytest.param(True, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [(DeepAndWrong, 1), pytest.param(Deep, 0, marks=pytest.mark.full)], ids=["wrong", "right"]
+)
+@pytest.mark.parametrize("built", [False, BUILT])
+def test_a_large_module_is_checked_with_fewer_blocks(tmp_path, monkeypatch, built, kind, count):
     monkeypatch.setattr(checked_module, "WHOLE", 1000)
     write_records(tmp_path, 16)
-    for kind, count in ((Deep, 0), (DeepAndWrong, 1)):
-        module = kind()
-        if built:
-            module.configure_model()
-        assert len(report_of(module, tiny_data(tmp_path)).findings) == count
+    module = kind()
+    if built:
+        module.configure_model()
+    assert len(report_of(module, tiny_data(tmp_path)).findings) == count
 
 
 def test_what_does_not_fit_into_memory_is_said_with_figures(tmp_path, monkeypatch):

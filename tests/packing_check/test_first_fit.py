@@ -42,13 +42,13 @@ def test_a_module_that_mixes_samples_is_refused_before_its_first_step(folder, st
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        ("ddp", 2),
         ({"encoder_ranks": 1}, 2),
+        pytest.param("ddp", 2, marks=pytest.mark.full),
         pytest.param({"placement": "colocated"}, 2, marks=pytest.mark.full),
         pytest.param({}, 2, marks=pytest.mark.full),
         pytest.param({"placement": "mixed"}, 3, marks=pytest.mark.full),
     ],
-    ids=["ddp", "separate", "colocated", "planned", "mixed"],
+    ids=["separate", "ddp", "colocated", "planned", "mixed"],
 )
 def test_all_ranks_refuse_it_alike(tmp_path, strategy, ranks):
     arguments = {"module": "SeesAll", "strategy": strategy, "ranks": ranks}
@@ -129,7 +129,9 @@ class LearnsNothing(TinyVLM):
             NeedsTraining,
             r"the check ended with RuntimeError \(test_first_fit.py:\d+\): only in a run. Training goes on",
         ),
-        (LearnsNothing, r"the loss of each of \d samples is 0, and so is every gradient"),
+        pytest.param(
+            LearnsNothing, r"the loss of each of \d samples is 0, and so is every gradient", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_check_that_proves_nothing_says_so_at_each_start_and_the_run_goes_on(folder, module, why):

@@ -33,7 +33,7 @@ def test_an_outer_block_is_gathered_with_what_is_inside_of_it():
     assert repeated_blocks(half) == list(half)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_rank_holds_its_share_and_tells_what_it_has_used(tmp_path, ranks):
     of_ranks = ran(tmp_path, "memory_of_shards", ranks)
     for found in of_ranks:

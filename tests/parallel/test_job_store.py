@@ -63,7 +63,9 @@ def start(store, ranks, late=None):
         return list(threads.map(come, range(ranks)))
 
 
-@pytest.mark.parametrize("late", [None, 0, 1, 3])
+@pytest.mark.parametrize(
+    "late", [None, 0, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
 def test_every_rank_learns_one_name_and_each_start_has_another_one(store, late):
     names = [start(store, 4, late) for _ in range(3)]
     assert [len(set(each)) for each in names] == [1, 1, 1]

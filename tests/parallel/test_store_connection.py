@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from flowtrain_lightning.parallel import store_connection
 from flowtrain_lightning.parallel.job_store import root_store
 from tests.ports import free_port
-from tests.processes import assert_all_good, run_ranks
+from tests.processes import Ranks, assert_all_good, run_ranks
 
 SECONDS = 3
 _RESET = struct.pack("ii", 1, 0)
@@ -78,18 +78,19 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_finds_another_program_ends_in_time_and_says_what_it_found_where(kind):
-    with listener(kind) as port:
-        where = re.escape(f"The ranks are to meet at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), but for ")
-        words = rf"^{where}\d+ s no store has answered there: ({KINDS[kind]}).*Set MASTER_PORT to another one"
-        assert_all_good(run_ranks(come, 1, 60, rendezvous(port), [words, SECONDS, 3 * SECONDS + 10]))
-
-
-def test_a_program_at_the_same_address_of_the_newer_kind_is_found_as_well():
-    with listener("is silent", socket.AF_INET6) as port:
-        words = rf"^The ranks are to meet at ::1:{port} .*says nothing"
-        assert_all_good(run_ranks(come, 1, 60, rendezvous(port, "::1"), [words, SECONDS, 3 * SECONDS + 10]))
+def test_a_rank_that_finds_another_program_ends_in_time_and_says_what_it_found_where():
+    """One job for each kind of program, and one at an address of the newer kind; all at the same time."""
+    places = [(kind, "127.0.0.1", socket.AF_INET) for kind in KINDS] + [("is silent", "::1", socket.AF_INET6)]
+    with ExitStack() as running:
+        jobs = []
+        for kind, host, family in places:
+            port = running.enter_context(listener(kind, family))
+            where = re.escape(f"The ranks are to meet at {host}:{port} (MASTER_ADDR and MASTER_PORT), but for ")
+            words = rf"^{where}\d+ s no store has answered there: ({KINDS[kind]}).*Set MASTER_PORT to another one"
+            arguments = [words, SECONDS, 3 * SECONDS + 10]
+            jobs.append(running.enter_context(Ranks(come, 1, arguments, rendezvous(port, host))))
+        for job in jobs:
+            assert_all_good(job.wait(60))
 
 
 def come_with_much_time(rank, ranks, words):

@@ -42,8 +42,7 @@ def tiny(freeze):
     return TinyVLM(freeze_encoder=freeze), encoder, backbone(**TINY_BACKBONE, vocabulary=CharTokenizer.vocabulary)
 
 
-@pytest.mark.parametrize("freeze", [False, True], ids=["all_trains", "encoder_frozen"])
-@pytest.mark.parametrize("module_with_dimensions", [tiny, quickstart])
+@pytest.mark.parametrize(("module_with_dimensions", "freeze"), [(tiny, False), (quickstart, True)])
 def test_a_live_module_has_the_flops_of_its_dimensions(module_with_dimensions, freeze, probes):
     module, encoder, decoder = module_with_dimensions(freeze)
     halves = {"encoder": encoder.frozen() if freeze else encoder, "backbone": decoder}

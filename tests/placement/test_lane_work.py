@@ -52,11 +52,21 @@ class EvenCosts:
 
 RANKS = {"colocated": (ALL, ALL), "mixed": (ALL, FIRST), "separate": (LAST, FIRST)}
 OF_SIZE = {4: FOUR_RANKS, 2: TWO_RANKS}
-CASES = [
-    (placement, encoder, backbone)
+QUICK = [
+    ("colocated", "hsdp", "tensor, fsdp"),
+    ("colocated", "whole copies", "fsdp"),
+    ("colocated", "tensor, zero1", "hsdp"),
+    ("mixed", "hsdp", "fsdp"),
+    ("mixed", "tensor", "tensor"),
+    ("separate", "fsdp", "tensor"),
+    ("separate", "whole copies", "zero1"),
+]
+CASES = QUICK + [
+    pytest.param(placement, encoder, backbone, marks=pytest.mark.full)
     for placement, (encoding, others) in RANKS.items()
     for encoder in OF_SIZE[len(encoding)]
     for backbone in OF_SIZE[len(others)]
+    if (placement, encoder, backbone) not in QUICK
 ]
 
 

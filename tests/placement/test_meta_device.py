@@ -67,7 +67,12 @@ def counted(run):
     return counter.get_total_flops() + steered.attention_flops
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+QUICK = ("qwen2_vl", "gemma3")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in sorted(CONFIGS)]
+)
 def test_live_models_run_without_weights_and_have_their_flops(family):
     live = build(family)
     for module in live.model.modules():

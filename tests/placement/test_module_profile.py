@@ -121,6 +121,7 @@ def test_what_waits_for_a_validation_is_left_out(data):
     assert profiled(OnPlateau(), data).roles["backbone"].optimizer_seconds > 0
 
 
+@pytest.mark.full
 def test_what_two_ranks_take_to_sum_gradients_is_measured_too(data):
     reduction = profiled(TinyVLM(), data, reduction=True).reduction
     assert reduction.ranks == 2

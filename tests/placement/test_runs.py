@@ -2,35 +2,119 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import yaml
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+import flowtrain_lightning as flow
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.allocator.plan_file import read_plan
-from tests.lightning.layout_runs import launch
-from tests.tiny import write_records
+from flowtrain_lightning.callbacks import FlowReplan
+from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.placement.profile import read_profile, write_profile
+from tests.forks import Job, read_down, run_jobs, write_down
+from tests.lightning.run_context import Recorder, half_lengths
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+
+class Runs:
+    """Runs in one folder, which holds their data too.
+
+    Attributes:
+        notes: name of a run -> what came out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.notes: dict[str, Any] = {}
+
+    def train(
+        self,
+        name: str,
+        strategy: Any,
+        logger: Any = False,
+        resume: Path | None = None,
+        weights_only: bool | None = None,
+        module: Any = None,
+        callbacks: Sequence[L.Callback] = (),
+    ) -> L.Trainer:
+        """Train from the same seed, and note what came out."""
+        L.seed_everything(7, verbose=False)
+        module = module or TinyVLM()
+        recorder = Recorder()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_steps=6 if resume else 4,
+            logger=logger,
+            callbacks=[recorder, *callbacks],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=self.folder / name,
+        )
+        trainer.fit(module, tiny_data(self.folder), ckpt_path=resume, weights_only=weights_only)
+        losses = [event[2] for event in recorder.events if event[0] == "train"]
+        self.notes[name] = {
+            "allocation": trainer.strategy.allocation.state_dict(),
+            "reason": trainer.strategy.placement_decision.reason,
+            "losses": losses,
+            "lengths": half_lengths(module),
+        }
+        return trainer
+
+    def far_too_slow(self, rank: int) -> Path:
+        """The profile that was kept, with minutes for a step of the backbone, and a second for one of an optimizer."""
+        (kept,) = self.folder.glob(".flowtrain/profile.*.json")
+        profile = read_profile(kept)
+        costs = {"encoder": CostModel(0.01, 0.0, 0.0), "backbone": CostModel(1.0, 0.0, 0.0)}
+        roles = {role: replace(half, cost=costs[role], optimizer_seconds=1.0) for role, half in profile.roles.items()}
+        path = self.folder / f"slow-{rank}.json"
+        write_profile(replace(profile, roles=roles), path)
+        return path
+
+
+def make_all_runs(folder: Path) -> None:
+    """All runs, one after another in the same processes. Started as a command, it is the process that measures."""
+    sys.orig_argv[1:] = ["-m", "tests.placement.test_runs", str(folder)]  # of what a fork has no command of its own
+    runs = Runs(folder)
+    planned = runs.train("planned", "flowtrain", CSVLogger(folder / "planned", name="", version="")).strategy.allocation
+    runs.train("kept", "flowtrain", TensorBoardLogger(folder / "kept", name="", version=""))
+    runs.train("asked", flow.FlowTrainStrategy(allocation=folder / "planned" / "allocation.yaml"))
+    other = default_allocation(2, "colocated" if planned.placement == "separate" else "separate")
+    saved, trusted = folder / "saved.ckpt", folder / "trusted.ckpt"
+    module = TinyVLM()
+    trainer = runs.train("other", flow.FlowTrainStrategy(allocation=other), module=module)
+    trainer.save_checkpoint(saved)
+    slow = runs.far_too_slow(trainer.global_rank)
+    runs.train("again", "flowtrain", module=module)
+    runs.train("resumed", "flowtrain", resume=saved)
+    module.hparams["folder"] = folder  # which torch reads with weights_only=False alone
+    runs.train("with a path", flow.FlowTrainStrategy(allocation=other), module=module).save_checkpoint(trusted)
+    runs.train("trusted", "flowtrain", resume=trusted, weights_only=False)
+    runs.train("by profile", flow.FlowTrainStrategy(profile=slow), resume=saved, callbacks=[FlowReplan(steps=2)])
+    write_down(folder, runs.notes)
+
 
 pytestmark = pytest.mark.timeout(400)
-
-SECONDS = 300
-"""The longest wait on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder in which all runs of `train.py` wrote, what they noted, and what they printed."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_records(folder, 40)
-    with launch(
-        [sys.executable, "-m", "tests.placement.train", str(folder)], folder / "log", WANDB_SILENT="true"
-    ) as run:
-        assert run.wait(SECONDS) == 0, (folder / "log").read_text()
-    notes = [json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(2)]
-    return folder, notes, (folder / "log").read_text()
+    """The folder in which all runs of `train.py` wrote, what each rank noted, and what both printed."""
+    folder = tmp_path_factory.mktemp("placement")
+    write_records(folder / "runs", 40)
+    done = run_jobs(folder, [Job("runs", f"{__name__}:make_all_runs", 2)])["runs"].check()
+    return done.folder, read_down(done.folder), done.log
 
 
 def allocations(notes):
@@ -126,3 +210,7 @@ def test_a_module_stays_where_it_was_built(runs):
     _, notes, printed = runs
     assert notes[0]["again"]["allocation"] == notes[0]["other"]["allocation"]
     assert "because this module was built on it before, in this process." in printed
+
+
+if __name__ == "__main__":
+    make_all_runs(Path(sys.argv[1]))

@@ -1,11 +1,17 @@
 """What the tests of the pool's contract share: its transports, the sizes of pool and entry, and short words."""
 
+import pytest
 import torch
 
 from flowtrain_lightning.pool import entry_nbytes
 from tests.pool.ranks import NIXL
 
-TRANSPORTS = ["shared_memory", "device", "network", "both", NIXL]
+TRANSPORTS = [
+    "both",  # of three ranks, two share memory
+    "device",
+    NIXL,
+    *(pytest.param(transport, marks=pytest.mark.full) for transport in ("shared_memory", "network")),
+]
 CAPACITY = 1 << 20
 """Bytes of a rank's part of the pool for the step that runs."""
 FLOATS = entry_nbytes([1000 * 4])

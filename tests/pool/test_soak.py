@@ -216,9 +216,9 @@ def soak(rank, ranks, transport, seconds, seed):
     mesh.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "both", "device", NIXL])
-def test_two_seconds_of_random_use(transport):
-    assert_all_good(run_ranks(soak, 3, arguments=[transport, 2.0, 1]))
+@pytest.mark.parametrize("transport", ["both", "device", NIXL])
+def test_a_second_of_random_use(transport):
+    assert_all_good(run_ranks(soak, 3, arguments=[transport, 1.0, 1]))
 
 
 @pytest.mark.full

@@ -16,7 +16,10 @@ ROW = r"^\| (.*?) \| (\d+) \| ([\d.]+) s \| (\d+) \| ([\d.]+) to ([\d.]+) s \| (
 ROWS = re.findall(ROW, PAGE, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+LONGER = [pytest.param(row, marks=pytest.mark.full) for row in ROWS[2:]]
+
+
+@pytest.mark.parametrize("row", [*ROWS[:2], *LONGER], ids=lambda row: row[0])
 def test_a_recipe_takes_what_the_page_says(capsys, monkeypatch, row):
     *written, arguments = row[1:]
     monkeypatch.setattr("sys.argv", ["flowtrain", "plan", "--device", "h100", *shlex.split(arguments), "--json"])

@@ -35,6 +35,7 @@ def changed(before: Path, after: Path) -> set[str]:
     return {name for name, weight in new.items() if not weight.equal(old[name])}
 
 
+@pytest.mark.full
 def test_first_the_projector_trains_and_then_the_language_model_too(tmp_path, records, monkeypatch, caplog):
     caplog.set_level("INFO")
     stages = {"base": published(tmp_path / "base", "llava"), "projected": tmp_path / "projected"}
@@ -53,8 +54,6 @@ def test_first_the_projector_trains_and_then_the_language_model_too(tmp_path, re
         fit = ["fit", "--config", config, *data, *folders, *FIT, "--ckpt_path", "last", "--trainer.max_steps"]
         flowtrain(monkeypatch, *fit, "1")
         assert f"no checkpoint below {runs}, so training begins" in caplog.text
-        flowtrain(monkeypatch, *fit, "2")
-        assert f'ckpt_path="last" is {runs}/checkpoints/last.ckpt, saved after step 1 in epoch 0.' in caplog.text
         (last,) = runs.rglob("last.ckpt")
         flowtrain(monkeypatch, "export", "--format", "hf", last, tuned)
     first, second = changed(stages["base"], stages["projected"]), changed(stages["projected"], tmp_path / "all")

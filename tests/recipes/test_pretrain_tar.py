@@ -61,7 +61,6 @@ def test_it_pretrains_and_goes_on_from_the_last_checkpoint_as_if_nothing_had_bee
     config = tmp_path / "config.yaml"
     text = RECIPE.read_text(encoding="utf-8").replace("max_pixels: 501760", "max_pixels: 12544")
     config.write_text(text.replace("every_n_train_steps: 1000", "every_n_train_steps: 2"))
-    flowtrain(monkeypatch, "index", "--config", config, "--processes", "1")
     fit = ["fit", "--config", config, *FIT, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir"]
     elsewhere = ["--trainer.callbacks.init_args.dirpath", tmp_path / "elsewhere"]
     flowtrain(monkeypatch, *fit, "whole", "--trainer.max_steps", "6", *elsewhere)

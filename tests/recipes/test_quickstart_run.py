@@ -90,6 +90,7 @@ def test_every_sample_fits_a_microbatch_and_an_epoch_is_190_steps(tmp_path: Path
     assert len(data.train_dataloader()) == 190
 
 
+@pytest.mark.full
 def test_ten_steps_under_plain_lightning_lower_the_loss(tmp_path: Path) -> None:
     cli = configured(
         tmp_path,
@@ -133,6 +134,7 @@ def test_four_steps_on_an_encoder_rank_and_a_backbone_rank_end_on_the_last_scree
     assert [noise for noise in ("Warning", "is deprecated", "GPU available", "Tip:") if noise in printed] == []
 
 
+@pytest.mark.full
 def test_the_estimate_comes_from_steps_of_the_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)

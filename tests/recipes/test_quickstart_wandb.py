@@ -18,6 +18,8 @@ import wandb
 
 from tests.lightning.wandb_file import read_config, read_history
 
+pytestmark = pytest.mark.full  # that W&B gets the numbers is shown in `tests/lightning/test_loggers.py`
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "--trainer.devices=1",

@@ -86,8 +86,9 @@ def kill_while_they_start(moments: list[tuple[int, int]]) -> None:
         assert time.monotonic() - since < 2 * (6 * SECONDS + 5) * slowness()
 
 
+@pytest.mark.full
 def test_the_others_end_in_time_with_a_sentence():
-    kill_while_they_start([(0, 116), (1, 276), (0, 488), (2, 664), (1, 900), (2, 1400)])
+    kill_while_they_start([(0, 116), (1, 276), (2, 664), (1, 900)])
 
 
 @pytest.mark.full

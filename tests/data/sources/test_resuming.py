@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import product
 
 import pytest
 
@@ -64,11 +65,11 @@ SOURCES = FORMS | {"stream": stream, "tokens": tokens, "text": text, "mixture": 
 
 
 def cases():
-    """Every source with steps of samples; a file and a stream with steps of tokens too, others where there is time."""
-    for source in SOURCES:
-        yield pytest.param(source, "samples", id=source)
-        often = source in ("json", "stream")
-        yield pytest.param(source, "tokens", id=f"{source} in token steps", marks=() if often else pytest.mark.full)
+    """Every source with steps of samples and with steps of tokens; one of each way to read where time is short."""
+    quick = ("json", "tar", "mixture", "stream in token steps")
+    for source, steps in product(SOURCES, ("samples", "tokens")):
+        name = source if steps == "samples" else f"{source} in token steps"
+        yield pytest.param(source, steps, id=name, marks=() if name in quick else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("source", "steps"), cases())

@@ -1,9 +1,9 @@
 """Records are the same in every kind of store, and so is what is trained on."""
 
 import base64
+import importlib
 import io
 import json
-import subprocess
 import sys
 import tarfile
 import warnings
@@ -22,6 +22,7 @@ from flowtrain_lightning.data.sources.naming import mixture_of, open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests.data.shards import write_tar
 from tests.data.support import MEASURE, data_module, records_in, trained, write_set
+from tests.processes import assert_all_good, run_ranks
 
 datasets = pytest.importorskip("datasets")
 
@@ -271,21 +272,20 @@ def test_what_is_no_store_of_records_is_refused_in_a_sentence(tmp_path):
             opening()
 
 
+def open_without_libraries(rank, ranks, file):
+    """Imports the room of data anew where the libraries cannot be imported, and opens what needs them and what not."""
+    lacking = ("datasets", "pyarrow", "upath")
+    for name in list(sys.modules):
+        if name.partition(".")[0] in lacking or name.startswith("flowtrain_lightning.data"):
+            del sys.modules[name]
+    sys.modules.update(dict.fromkeys(lacking))
+    data = importlib.import_module("flowtrain_lightning.data")
+    naming = importlib.import_module("flowtrain_lightning.data.sources.naming")
+    assert len(list(naming.open_stores(str(file))[0].locate())) == 3
+    for given in ("s3://a/b.jsonl", file.rename(f"{file}.parquet")):
+        with pytest.raises(data.DataError, match=r"flowtrain-lightning\[data\]"):
+            naming.open_stores(given)
+
+
 def test_the_package_and_json_files_need_none_of_the_libraries_of_other_stores(tmp_path):
-    file = write_set(tmp_path / "d.jsonl", 3)
-    script = f"""if True:
-        import sys
-        for name in ("datasets", "pyarrow", "upath"):
-            sys.modules[name] = None
-        from pathlib import Path
-        from flowtrain_lightning.data import DataError
-        from flowtrain_lightning.data.sources.naming import open_stores
-        assert len(list(open_stores({str(file)!r})[0].locate())) == 3
-        for given in ("s3://a/b.jsonl", Path({str(file)!r}).rename({str(file)!r} + ".parquet")):
-            try:
-                open_stores(given)
-            except DataError as error:
-                print("flowtrain-lightning[data]" in str(error))
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert_all_good(run_ranks(open_without_libraries, 1, arguments=[write_set(tmp_path / "d.jsonl", 3)]))

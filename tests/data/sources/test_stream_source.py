@@ -6,7 +6,7 @@ from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps
 from flowtrain_lightning.data.sources import stream_source
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from tests.data.sources.test_resuming import Lines
-from tests.data.support import MEASURE, TOKEN_STEPS, SaveAlways, data_module, message_record, trained, write_image
+from tests.data.support import MEASURE, TOKEN_STEPS, data_module, message_record, trained, write_image
 
 ROWS = [message_record(number, "ask", "a" * (1 + number % 9), []) for number in range(150)]
 
@@ -76,16 +76,6 @@ def test_long_samples_of_a_stream_are_cut_or_named():
         DataError, match=r"stream Lines, record 6 \(id 'r5'\): it has 14 tokens, more than token_budget=13"
     ):
         source_of(ROWS, budget=13).lengths(0, 9)
-
-
-def test_a_run_on_a_stream_resumed_from_any_checkpoint_reads_exactly_the_rest(tmp_path):
-    settings = {"max_epochs": 2, "num_sanity_val_steps": 0}
-    rows = ROWS[:18]
-    whole = trained(tmp_path, data_module(Lines(rows)), callbacks=[SaveAlways(tmp_path)], **settings)
-    assert [step for _, step, _ in whole] == [0, 1, 2, 3] * 2
-    for checkpoint in sorted(tmp_path.glob("*.ckpt")):
-        done = int(checkpoint.stem.split("-")[1])
-        assert trained(tmp_path, data_module(Lines(rows)), checkpoint, **settings) == whole[done:], checkpoint
 
 
 def test_what_cannot_be_a_stream_is_refused():
