@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.emulated_records import emulated_data
 from benchmarks.emulation import SleepingVLM, Spell, bear, check, pattern
 from benchmarks.measure import Meter
-from benchmarks.precedence import take_precedence
+from benchmarks.precedence import Precedence
 from benchmarks.schedules import EncoderFirst
 from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PoolSettings
 from flowtrain_lightning.allocator import Allocation
@@ -70,15 +70,15 @@ class _SleepingBackbone(torch.autograd.Function):
         with spell.clock.emulating():
             check(rows, expected, "features")
             spell.clock.spend(spell.start, spell.forward)
-        return weight.new_tensor(float(len(rows)))
+        return weight.new_ones(len(rows))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         start, clock = time.monotonic(), ctx.spell.clock
         with clock.emulating():
-            answer = bear(ctx.answers, ctx.width)
+            answer = bear(ctx.answers, ctx.width) * gradients[0].to(torch.bfloat16)[:, None]
             clock.spend(start, ctx.spell.backward)
-        return torch.ones_like(ctx.weight), answer, None, None, None
+        return gradients[0].sum().reshape(ctx.weight.shape), answer, None, None, None
 
 
 class Backbone(nn.Module):
@@ -89,16 +89,16 @@ class Backbone(nn.Module):
         self.weight = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, rows: Tensor, expected: Tensor, answers: Tensor, spell: Spell) -> Tensor:
-        """Check the rows, and spend the time of a microbatch.
+        """Check the rows, and spend the time of a microbatch; ``[own tokens]`` ones.
 
         Args:
             rows: ``[own tokens, width]``: features in their places, else 0.
             expected: ``[own tokens]`` what they must bear.
-            answers: ``[own tokens]`` what their gradients will bear.
+            answers: ``[own tokens]`` what their gradients will bear, times that of the token's loss.
             spell: of the microbatch.
         """
-        loss: Tensor = _SleepingBackbone.apply(self.weight, rows, expected, answers, spell)  # type: ignore[no-untyped-call]
-        return loss
+        ones: Tensor = _SleepingBackbone.apply(self.weight, rows, expected, answers, spell)  # type: ignore[no-untyped-call]
+        return ones
 
 
 class LaidOutVLM(SleepingVLM):
@@ -123,6 +123,8 @@ class LaidOutVLM(SleepingVLM):
         with self.clock.emulating():
             places = batch.media_positions.get("image", torch.empty(0, dtype=torch.int64))
             sent = [pattern(*self.pictures_of(batch), kind) for kind in (1, 2)]
+            if len(sent[0]) != len(places):  # a piece, by which context ranks are compared at first
+                sent = [features["image"][:, 0].detach().long()] * 2
             expected, answers = (torch.zeros(tokens, dtype=torch.int64).index_copy(0, places, each) for each in sent)
             rows = torch.zeros(tokens, self.width, dtype=torch.bfloat16)
             if len(places):
@@ -134,8 +136,8 @@ class LaidOutVLM(SleepingVLM):
         return {name: each[own] if isinstance(each, Tensor) else each for name, each in arguments.items()}
 
     def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
-        """The number of tokens, as a loss."""
-        return outputs, len(batch.tokens)
+        """The number of own tokens, as a loss."""
+        return outputs.sum(), len(outputs)
 
 
 class EncoderFirstLaidOut(EncoderFirst, LaidOutVLM):
@@ -144,7 +146,6 @@ class EncoderFirstLaidOut(EncoderFirst, LaidOutVLM):
 
 def train(job: LaidOutJob) -> None:
     """Train, as one of the job's ranks."""
-    take_precedence()
     arguments = (job.costs, str(job.data / "pictures.json"), WIDTH)
     module: LaidOutVLM
     if job.encoder_first:
@@ -160,7 +161,7 @@ def train(job: LaidOutJob) -> None:
             pool=PoolSettings(bytes=4 * job.step_bytes if job.encoder_first else None),
         ),
         max_steps=job.warmup + job.steps,
-        callbacks=[Meter(job.folder, job.warmup, lambda: module.clock.cpu_seconds)],
+        callbacks=[Precedence(), Meter(job.folder, job.warmup, lambda: module.clock.cpu_seconds)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

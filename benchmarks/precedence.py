@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import lightning as L
 
 
 def take_precedence() -> bool:
-    """Runs this process ahead of all that is no rank; what it forks from now on comes after ranks.
+    """Runs all threads of this process ahead of all that is no rank; what it forks from now on comes after ranks.
 
     A rank that wakes up then finds a core, unless other ranks are on all of them; its loader's workers take what is
     left, beside other programs. Needs the right to real-time priorities (root, as a rule).
@@ -14,12 +17,22 @@ def take_precedence() -> bool:
     Returns:
         whether the system allowed it; nothing has changed if not.
     """
+    least = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
     try:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setscheduler(int(thread.name), os.SCHED_RR, least)
     except PermissionError:
         return False
     os.register_at_fork(after_in_child=_give_way)
     return True
+
+
+class Precedence(L.Callback):
+    """Takes precedence when training begins: how long starting takes is not measured, and others have the cores."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All threads of the runtime are there."""
+        take_precedence()
 
 
 def may_take_precedence() -> bool:

@@ -180,8 +180,12 @@ class Allocation:
 
     def rank_within(self, role: str, rank: int) -> int | None:
         """The index of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""
-        ranks = self.ranks[role]
-        return ranks.index(rank) if rank in ranks else None
+        return self._places[role].get(rank)
+
+    @cached_property
+    def _places(self) -> dict[str, dict[int, int]]:
+        """Role -> global rank -> its index among the role's ranks."""
+        return {role: {rank: place for place, rank in enumerate(ranks)} for role, ranks in self.ranks.items()}
 
     def describe(self) -> str:
         """The allocation in one line, for the log."""

@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator.planner import PLAN_KINDS
 from flowtrain_lightning.cli.plan_bars import bars_of
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_loading import cores_for_pictures, loading_in_words, loading_warning, workers_for
 from flowtrain_lightning.cli.plan_words import candidate_in_words, next_command, placed_in_words, tokens_in_words
 from flowtrain_lightning.placement.text_table import counted, text_table
 
@@ -91,6 +92,8 @@ class PlanReport:
             lines.append(f"Training does not run yet what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
         if (small := batch_warning(self.problems)) is not None:
             lines.append(small)
+        if (slow := loading_warning(self._cores(self.shown) or 0.0, self.problems)) is not None:
+            lines.append(slow)
         if self.given is not None:
             lines += self._verdict_on_given(self.given)
         return "\n".join(lines)
@@ -136,6 +139,7 @@ class PlanReport:
             "waiting_seconds": plan.waiting,
             "samples_per_second": plan.samples_per_second,
             "mfu": plan.mfu,
+            "loading_cores": self._cores(plan),
             "peak_bytes": plan.peak_bytes,
             "roles": roles,
         }
@@ -161,6 +165,8 @@ class PlanReport:
             ),
             *((role, candidate_in_words(one)) for role, one in plan.chosen.items()),
         ]
+        if (cores := self._cores(plan)) is not None:
+            lines.append(("loading", loading_in_words(cores)))
         longest = max(len(name) for name, _ in lines)
         return "\n".join(f"  {name:<{longest}}  {words}" for name, words in lines)
 
@@ -183,7 +189,11 @@ class PlanReport:
         if len(self.problems) == 1:
             how = "FSDPStrategy()" if plan.chosen[BACKBONE].layout.shard == "fsdp" else "DDPStrategy()"
             return [f"Next: {self.module.name} reads text alone, so train it with Lightning's own {how}."]
-        return [f"Next: {next_command(plan, self.problems[BACKBONE], self.file)}"]
+        workers = workers_for(self._cores(plan) or 0.0)
+        return [f"Next: {next_command(plan, self.problems[BACKBONE], self.file, workers)}"]
+
+    def _cores(self, plan: ModelledPlan) -> float | None:
+        return cores_for_pictures(plan, self.problems, self.module)
 
 
 def smallest_full_batch(problems: Problems) -> int | None:

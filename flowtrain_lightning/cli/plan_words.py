@@ -76,7 +76,7 @@ def tokens_in_words(problems: Problems) -> str:
     return " and ".join(f"{problem.load.tokens:,.0f} tokens of the {role}" for role, problem in problems.items())
 
 
-def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None) -> str:
+def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, workers: int) -> str:
     """The command that trains on a plan, by a configuration of the user's own.
 
     A step has about as many tokens there as planned, in equally many microbatches on every rank of the backbone.
@@ -85,6 +85,7 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None) -
         plan: that training runs.
         backbone: what is known of its role.
         file: where the plan was written; None where it was not.
+        workers: processes that load for each rank.
     """
     path = Path("plan.yaml") if file is None else file
     nodes = -(-plan.devices // backbone.cluster.per_node)
@@ -98,6 +99,7 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None) -
         f"--trainer.strategy.allocation={path}",
         f"--data.token_steps.microbatches={ranks * max(1, round(filled / ranks))}",
         f"--data.token_budget={backbone.load.budget}",
+        *([f"--data.num_workers={workers}"] if workers else []),
     ]
     before = f"`--out {path}` writes the plan; then\n" if file is None else ""
     return f"{before}  flowtrain fit --config config.yaml {' '.join(options)}"

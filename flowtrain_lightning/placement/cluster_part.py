@@ -14,12 +14,16 @@ from flowtrain_lightning.placement.request import why_it_cannot_run
 _TRIED = 256
 """Shares that are compared where none divides all roles."""
 
+_TIMES = (1, 2, 4, 8)
+"""How many times as many ranks as wanted a part may have, where none has fewer."""
+
 
 def part_of(allocation: Allocation, most: int) -> tuple[Allocation, float]:
     """A part of an allocation and the share of it that this is: one in so many ranks, and as many samples.
 
     Shares that divide the data ranks of all roles come first: every rank has as much to do then as before. Where none
     of them leaves so few ranks, data degrees are rounded, by the share that changes the ranks of a role the least.
+    Where groups of ranks that need each other are too large for any such part, it may have a few times as many ranks.
 
     Args:
         allocation: with the backbone's ranks first or anywhere.
@@ -27,8 +31,8 @@ def part_of(allocation: Allocation, most: int) -> tuple[Allocation, float]:
     """
     if allocation.size <= most:
         return allocation, 1.0
-    found = next(_parts(allocation, most), None)
-    return (allocation, 1.0) if found is None else found
+    found = (next(_parts(allocation, times * most), None) for times in _TIMES)
+    return next(filter(None, found), (allocation, 1.0))
 
 
 def _parts(allocation: Allocation, most: int) -> Iterator[tuple[Allocation, float]]:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from flowtrain_lightning.allocator import ROLES, Layout, ModelledCosts, SearchSpace
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator import (
+    DEVICES,
+    PRECISIONS,
+    ROLES,
+    Cluster,
+    Layout,
+    ModelledCosts,
+    NoPlanError,
+    SearchSpace,
+    named_model,
+    typical_workload,
+)
 from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_question import PlanQuestion
 from tests.allocator.problems import problems
 
 
@@ -21,3 +36,31 @@ def test_with_deepspeed_mixed_ranks_and_shared_layers_are_not_recommended():
     assert recommended
     assert "mixed" not in {plan.kind for plan in recommended}
     assert all(plan.chosen[role].layout.tensor == 1 for plan in recommended for role in ROLES)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
+def test_what_is_faster_if_every_layout_ran_is_faster_than_what_is_recommended(seed):
+    draw, faster = np.random.default_rng(seed), 0
+    for _ in range(8 if seed else 3):
+        question = drawn_question(draw)
+        try:
+            found = question.answer()
+        except NoPlanError:
+            continue
+        if found.faster is not None:
+            faster += 1
+            assert found.faster.seconds < found.recommended.chosen.seconds
+            assert why_plan_cannot_run(found.faster, question.problems) is not None
+    assert faster
+
+
+def drawn_question(draw):
+    """What somebody might ask of up to 32 devices: models with and without experts, data, budgets and precisions."""
+    module = named_model(str(draw.choice(["qwen2-vl-2b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen3-vl-30b-a3b"])))
+    module = module.with_frozen(*[["encoder"], ["tower"], []][draw.choice(3, p=[0.2, 0.2, 0.6])])
+    devices, device = int(draw.choice([2, 4, 8, 16, 32])), DEVICES[str(draw.choice(["h100", "h200", "a100"]))]
+    batch, budget = devices * int(draw.choice([1, 2, 8])), int(draw.choice([4096, 8192, 16384]))
+    workload = typical_workload(module, global_batch_size=batch, token_budget=budget)
+    cluster = Cluster(device, devices, device.per_node)
+    precision = PRECISIONS[str(draw.choice(["bf16-mixed", "bf16-true", "bf16-master"]))]
+    return PlanQuestion(module, cluster, workload, None, precision, None, SearchSpace())

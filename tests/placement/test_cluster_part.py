@@ -56,3 +56,15 @@ def test_colocated_roles_keep_the_same_ranks():
 def test_a_small_allocation_is_simulated_whole():
     whole = separate(Layout(3), Layout(5))
     assert part_of(whole, MOST) == (whole, 1.0)
+
+
+def test_groups_that_are_too_large_for_a_part_of_few_ranks_leave_one_of_a_few_times_as_many():
+    layouts = {
+        "encoder": Layout(4096, 4, shard="fsdp", replicas=256),
+        "backbone": Layout(1760, 8, shard="fsdp", replicas=110),
+    }
+    ranks = {"encoder": tuple(range(16384)), "backbone": tuple(range(14080))}
+    part, share = part_of(Allocation("mixed", layouts, ranks), MOST)
+    assert part.size <= 8 * MOST
+    for role, layout in part.layouts.items():
+        assert layouts[role].data / share / layout.data == pytest.approx(1, abs=0.1)
