@@ -41,6 +41,27 @@ def image_ends(config: Any) -> tuple[int, ...]:
     return ()
 
 
+def usual_config(family: str) -> Any:
+    """The config that ``transformers`` makes of a family by itself, with a tower and a token for images.
+
+    Args:
+        family: the ``model_type``.
+
+    Raises:
+        Exception: whatever its class raises of a config that says nothing.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    config = kind()
+    if getattr(config, "vision_config", config) is None:  # of a class whose models may have none
+        config = kind(vision_config={})
+    tokens = {name: getattr(config, name) for name in _IMAGE_TOKENS if hasattr(config, name)}
+    if tokens and all(token is None for token in tokens.values()):
+        setattr(config, next(iter(tokens)), config.get_text_config().vocab_size - 1)
+    return config
+
+
 def read_settings(model: str | Path) -> dict[str, Any]:
     """The config.json of a name or folder, as plain data.
 
