@@ -46,7 +46,7 @@ class Certificate:
         leak: how far gradients of a sample moved, relative to them, when another sample was changed.
         reason: a sentence; empty where it trains.
         raised: the exception of the family's own code that lies behind it, if one does.
-        seconds: that it took.
+        seconds: of cores that it took.
     """
 
     family: str
@@ -102,14 +102,14 @@ def certify(config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any]
         kind: the class that trains it.
         settings: arguments of that class.
     """
-    start, family = time.perf_counter(), config.model_type
+    start, family = time.process_time(), config.model_type
     try:
         with told_as("Its twin could not be trained in halves beside Hugging Face's whole model"):
             found = _Comparison(config, kind, dict(settings or {})).run()
     except UntrainableError as error:
         module = kind.__name__ if family in kind.families else ""
         found = Certificate(family, module, False, reason=str(error), raised=raised(error))
-    return Certificate(**{**asdict(found), "seconds": time.perf_counter() - start})
+    return Certificate(**{**asdict(found), "seconds": time.process_time() - start})
 
 
 class _Comparison:

@@ -42,13 +42,19 @@ def image_arguments(whole: Any) -> tuple[str, ...]:
 def joined(arguments: Sequence[Arguments]) -> Arguments:
     """The arguments for several images in one call: along the first dimension, one after another.
 
+    Where ``target_sizes`` says how large images are whose patches lie side by side, they go on along the last one.
     Images of unlike height, width and number of tiles get zeros below, at the right and behind, as image processors
     do it.
 
     Raises:
         RuntimeError: their shapes do not fit each other.
     """
-    return {name: _joined([each[name] for each in arguments]) for name in arguments[0]}
+    side_by_side = {"pixel_values"} if "target_sizes" in arguments[0] else set()
+    several = {name: [each[name] for each in arguments] for name in arguments[0]}
+    return {
+        name: torch.cat(tensors, dim=-1) if name in side_by_side else _joined(tensors)
+        for name, tensors in several.items()
+    }
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
