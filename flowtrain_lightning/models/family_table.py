@@ -19,6 +19,7 @@ from flowtrain_lightning.models.certificate import Certificate
 from flowtrain_lightning.models.kept_certificates import certificate_of
 from flowtrain_lightning.models.pretrained import module_class
 from flowtrain_lightning.models.published_config import usual_config
+from flowtrain_lightning.models.untrainable import UntrainableError
 
 _LIMIT_S = 120
 """Of one family, on one core: a tower that takes thousands of patches of every picture is slow."""
@@ -73,9 +74,8 @@ def _certify(name: str, answer: Connection) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         found = certificate_of(usual_config(name), module_class(name))
-    except Exception:  # of a config that cannot be made by itself
-        reason = "its class makes no config by itself; give the folder of a published model."
-        found = Certificate(name, "", False, reason=reason)
+    except UntrainableError as error:  # of a config that cannot be made by itself
+        found = Certificate(name, "", False, reason=str(error))
     answer.send(found)
 
 

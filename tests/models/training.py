@@ -17,7 +17,7 @@ from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
-from tests.models.without_a_class import family_of
+from tests.models.without_a_class import WITHOUT_A_CLASS, family_of
 
 BY_ANY = " by any"
 """After the name of a family, has the class train it that takes any."""
@@ -65,7 +65,7 @@ def train(
     kind = kind if moves else type("Kept", (kind,), {"projector": ()})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     settings |= {"compile": compile, "recompute": recompute}
-    images: dict[str, Any] = {"images": chosen.images}
+    images: dict[str, Any] = {"images": chosen.images, "token_budget": 512 if family in WITHOUT_A_CLASS else 160}
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(
