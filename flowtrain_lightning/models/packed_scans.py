@@ -32,13 +32,15 @@ def pack_scans(model: nn.Module) -> None:
         model: of ``transformers``, in evaluation or training; its forward is given `sequence_bounds`.
     """
     for module in model.modules():
+        kind: Any = type(module)
         if is_scan(module) and not isinstance(module, _PackedScan):
-            module.__class__ = _packed(type(module))
+            module.__class__ = _packed(kind)
 
 
 def is_scan(module: nn.Module) -> bool:
     """Whether a module hands something on from token to token, other than by attention."""
-    return any(isinstance(child, nn.Conv1d) for child in module.children()) or bool(_names(type(module)) & {*_KEEPS})
+    kind: Any = type(module)
+    return any(isinstance(child, nn.Conv1d) for child in module.children()) or bool(_names(kind) & {*_KEEPS})
 
 
 def refuse_sharing(model: nn.Module, degree: str) -> None:
@@ -80,7 +82,7 @@ class _PackedScan(nn.Module):
 
 
 @cache
-def _packed(kind: type[nn.Module]) -> type[nn.Module]:
+def _packed(kind: Any) -> type[nn.Module]:
     """The class of a layer whose sequences are kept apart; it has the name that its users know."""
     return type(kind.__name__, (_PackedScan, kind), {"__module__": kind.__module__})
 
@@ -107,7 +109,7 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat(parts, dim=1) if isinstance(parts[0], Tensor) else parts[0]
 
 
-def _has_kernels(kind: type[nn.Module], hidden: Tensor) -> bool:
+def _has_kernels(kind: Any, hidden: Tensor) -> bool:
     """Whether all that a layer computes along its sequence is done by kernels that are told where sequences begin."""
     used = _names(kind) & _KERNELS.keys()
     known = _module_globals(kind)
@@ -120,15 +122,16 @@ def _has_kernels(kind: type[nn.Module], hidden: Tensor) -> bool:
 
 
 @cache
-def _names(kind: type[nn.Module]) -> frozenset[str]:
+def _names(kind: Any) -> frozenset[str]:
     """Names that the forward of a layer uses."""
-    return frozenset(inspect.unwrap(_own_forward(kind)).__code__.co_names)
+    code = getattr(inspect.unwrap(_own_forward(kind)), "__code__", None)  # none of what is compiled
+    return frozenset() if code is None else frozenset(code.co_names)
 
 
-def _module_globals(kind: type[nn.Module]) -> Mapping[str, Any]:
+def _module_globals(kind: Any) -> Mapping[str, Any]:
     found: Mapping[str, Any] = inspect.unwrap(_own_forward(kind)).__globals__
     return found
 
 
-def _own_forward(kind: type[nn.Module]) -> Any:
+def _own_forward(kind: Any) -> Any:
     return next(base for base in kind.__mro__ if "forward" in vars(base) and base is not _PackedScan).forward
