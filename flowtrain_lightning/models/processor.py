@@ -56,8 +56,7 @@ class Processor:
     ) -> None:
         self._model = model
         self._bounds = min_pixels, max_pixels
-        self._config = read_config(model)
-        self._family = family or self._config.model_type
+        self._reads_as = family
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -67,7 +66,7 @@ class Processor:
     @cached_property
     def template(self) -> ProcessorTemplate:
         """How a conversation is written."""
-        template, settings = _chat_template(self._model, self._config, self._own_tokenizer)
+        template, settings = _chat_template(self._model, self._family, self._own_tokenizer)
         if not self._is_known:
             return ProcessorTemplate(self._own_tokenizer, template, *self._asked_words)
         words = image_words(self._family, self._own_tokenizer, settings)
@@ -99,6 +98,14 @@ class Processor:
     def _is_known(self) -> bool:
         """Whether the family's words and pixels are written down here; else its own processor is asked."""
         return self._family in FAMILIES
+
+    @property
+    def _family(self) -> str:
+        return self._reads_as or str(self._config.model_type)
+
+    @cached_property
+    def _config(self) -> Any:
+        return read_config(self._model)
 
     @cached_property
     def _own_tokenizer(self) -> Any:
@@ -184,7 +191,7 @@ def _tokenizer(model: str | Path) -> Any:
         ) from error
 
 
-def _chat_template(model: str | Path, config: Any, tokenizer: Any) -> tuple[str, dict[str, Any]]:
+def _chat_template(model: str | Path, family: str, tokenizer: Any) -> tuple[str, dict[str, Any]]:
     """The chat template of a model, and the settings of its processor."""
     from transformers import ProcessorMixin
 
@@ -194,7 +201,7 @@ def _chat_template(model: str | Path, config: Any, tokenizer: Any) -> tuple[str,
         settings, _ = ProcessorMixin.get_processor_dict(model)
     template = settings.get("chat_template") or tokenizer.chat_template
     template = template["default"] if isinstance(template, dict) else template
-    if template is None and config.model_type == "paligemma":
+    if template is None and family == "paligemma":
         template = _PALIGEMMA_TEMPLATE
     if template is None:
         raise ValueError(
