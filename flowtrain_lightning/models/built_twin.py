@@ -80,7 +80,7 @@ def built(config: Any) -> Any:
         torch.manual_seed(0)
         model = Maker.from_config(config, dtype=torch.float64, trust_remote_code=False).double()
     draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         for weight in model.parameters():
             drawn = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
             weight.copy_(0.1 * drawn) if weight.ndim > 1 else weight.add_(0.02 * drawn)

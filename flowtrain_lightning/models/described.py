@@ -77,8 +77,8 @@ def counted(config: Any) -> dict[str, int]:
     Args:
         config: of ``transformers``.
     """
+    module = module_class(config.model_type)(config)
     with torch.device("meta"):
-        module = module_class(config.model_type)(config)
         module.configure_model()
     found = dict.fromkeys(module.halves, 0)
     for path, weight in module.named_parameters():

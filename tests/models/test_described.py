@@ -21,9 +21,10 @@ _QUICK = ("smolvlm2-500m",)
 
 
 def weights_of(name: str) -> dict[str, int]:
-    config = transformers.CONFIG_MAPPING[CONFIGS[name]["model_type"]](
-        **{key: value for key, value in CONFIGS[name].items() if key != "model_type"}
-    )
+    given = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
+    if given.get("vision_config", {}).get("model_type") == "siglip_vision_model":
+        given["vision_config"] = {**given["vision_config"], "vision_use_head": False}  # as they are published
+    config = transformers.CONFIG_MAPPING[CONFIGS[name]["model_type"]](**given)
     if config.model_type != "qwen2_audio":
         return counted(config)
     with torch.device("meta"):
