@@ -280,3 +280,6 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Half]]] = {
     "gemma3": _gemma3,
     "qwen2_audio": _qwen2_audio,
 }
+
+READ = frozenset(_FAMILIES)
+"""``model_type`` of the models of images or audio whose configs are read here."""

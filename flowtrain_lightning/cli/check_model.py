@@ -11,6 +11,7 @@ from typing import Any
 
 from flowtrain_lightning.cli.command_table import UsageError
 from flowtrain_lightning.models import certificate_of, module_class, read_config
+from flowtrain_lightning.models.published_config import usual_config
 
 _NAME = "flowtrain check"
 
@@ -41,9 +42,9 @@ def run_for_model() -> None:
 def _config(model: str) -> Any:
     from transformers import CONFIG_MAPPING
 
-    if not Path(model).exists() and model in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model]()
     try:
+        if not Path(model).exists() and model in CONFIG_MAPPING:
+            return usual_config(model)
         return read_config(model)
     except (ValueError, ImportError) as error:
         raise UsageError(f"{error}") from error

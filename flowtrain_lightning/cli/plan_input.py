@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flowtrain_lightning.allocator import (
     named_model,
     typical_workload,
 )
+from flowtrain_lightning.allocator.hf_config import READ
 from flowtrain_lightning.cli.command_table import UsageError
 from flowtrain_lightning.cli.lengths import media_lengths, read_lengths
 from flowtrain_lightning.placement.calibration import measured_efficiencies
@@ -33,10 +35,29 @@ def read_module(name: str) -> ModuleDescription:
     if Path(name).suffix == ".json":
         path = Path(name)
         folder = path.resolve().parent.name  # of a model that was downloaded all is called alike, but the folder
-        return describe_config(_content(path), folder if path.stem == "config" and folder else path.stem)
+        name, content = folder if path.stem == "config" and folder else path.stem, _content(path)
+        return _described(content, name) if _is_of_no_reader(content) else describe_config(content, name)
     if Path(name).suffix in (".yaml", ".yml"):
         return describe_dimensions({"name": Path(name).stem, **_content(Path(name))})
     return named_model(name)
+
+
+def _is_of_no_reader(config: Mapping[str, Any]) -> bool:
+    """Whether only the classes of ``transformers`` can say what a config describes."""
+    return (
+        str(config.get("model_type")) not in READ
+        and "vision_config" in config
+        and find_spec("transformers") is not None
+    )
+
+
+def _described(config: Mapping[str, Any], name: str) -> ModuleDescription:
+    from flowtrain_lightning.models.described import described
+
+    try:
+        return described(config, name)
+    except ValueError as error:  # of what is no config of transformers
+        raise PlanningError(str(error)) from error
 
 
 def read_device(name: str) -> Device:

@@ -11,6 +11,7 @@ from flowtrain_lightning.models.certificate import Certificate, certify
 from flowtrain_lightning.models.gemma import GemmaVLM
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages, tile_images
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
+from flowtrain_lightning.models.image_words import ImageWords, VideoWords
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.internvl import InternVLM
 from flowtrain_lightning.models.kept_certificates import certificate_of
@@ -18,7 +19,7 @@ from flowtrain_lightning.models.llava import LlavaVLM
 from flowtrain_lightning.models.onevision import OnevisionVLM
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.paligemma import PaliGemmaVLM
-from flowtrain_lightning.models.pretrained import from_pretrained, module_class
+from flowtrain_lightning.models.pretrained import from_pretrained, module_class, register
 from flowtrain_lightning.models.processor import Processor, processor_of, template_of
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.published_config import read_config
@@ -32,6 +33,7 @@ __all__ = [
     "GemmaVLM",
     "HuggingFaceImages",
     "HuggingFaceVLM",
+    "ImageWords",
     "InternVLM",
     "LlavaVLM",
     "OnevisionVLM",
@@ -41,6 +43,7 @@ __all__ = [
     "Qwen3Videos",
     "QwenVLM",
     "SmolVLM",
+    "VideoWords",
     "certificate_of",
     "certify",
     "from_pretrained",
@@ -49,6 +52,7 @@ __all__ = [
     "pack_attention",
     "processor_of",
     "read_config",
+    "register",
     "sequence_bounds",
     "template_of",
     "tile_images",

@@ -94,11 +94,6 @@ class AskedImages(ImageProcessor):
         """Rows of features, that is backbone tokens, of an image of a size in pixels."""
         return int(self.count(*size))
 
-    def tiles_of(self, file: MediaFile) -> tuple[int, int]:
-        """Height and width of an image in pixels, by which the processor decides what it writes."""
-        header = read_header(file)
-        return header.height, header.width
-
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
         """``[rows, patch_dim]`` what the encoder is given, one number after another."""
         if (image.height, image.width) != size:
@@ -131,6 +126,12 @@ class AskedImages(ImageProcessor):
         return sum(tensor.numel() for tensor in floats) // self.patch_dim
 
 
+def size_of_image(file: MediaFile) -> tuple[int, int]:
+    """Height and width of an image in pixels, by which a model's own processor decides what it writes."""
+    header = read_header(file)
+    return header.height, header.width
+
+
 def grey(height: int, width: int) -> Image:
     """An image of a size."""
     from PIL import Image
@@ -152,7 +153,7 @@ def asked_images(processor: Any, names: tuple[str, ...], config: Any, call: Any 
     """
     vision = getattr(config, "vision_config", config)
     patch = getattr(processor, "patch_size", None) or getattr(vision, "patch_size", None) or 14
-    patch = int(patch[0] if isinstance(patch, list | tuple) else patch)
+    patch = int(patch[0] if isinstance(patch, list | tuple) else getattr(patch, "height", patch))
     found = AskedImages(
         patch_size=patch,
         merge_size=1,

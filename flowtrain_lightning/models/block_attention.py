@@ -18,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.models.packed_scans import pack_scans
 
 NAME = "flowtrain_blocks"
 """What ``transformers`` knows the function by, as it knows ``"sdpa"``."""
@@ -33,6 +34,7 @@ def attend_in_blocks(model: Any) -> None:
 
     AttentionInterface.register(NAME, _attention)
     model.set_attn_implementation(NAME)
+    pack_scans(model)
 
 
 class SightMask:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flowtrain_lightning.models.family_traits import UntrainableError, whole_of
+from flowtrain_lightning.models.family_traits import whole_of
 from flowtrain_lightning.models.twin import twin_config
-from flowtrain_lightning.models.twin_pictures import Picture, twin_pictures, usual_processor
+from flowtrain_lightning.models.twin_pictures import Picture, twin_pictures
+from flowtrain_lightning.models.untrainable import UntrainableError, told_as
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
+
+_MOST_WEIGHTS = 20_000_000
+_NO_PICTURES = "No pictures could be made that the encoder of a small model takes"
 
 
 @dataclass(frozen=True)
@@ -39,38 +42,26 @@ def twin_of(config: Any) -> Twin:
         config: the model's.
 
     Raises:
-        UntrainableError: its forward takes no features that were computed elsewhere.
-        Exception: whatever its classes raise of a smaller config, or of these pictures.
+        UntrainableError: no smaller model can be built or given pictures, or its forward takes no features that were
+            computed elsewhere; says which.
     """
-    error: Exception | None = None
-    for made_up in (True, False):
-        twin = twin_config(config, small_images=made_up)
-        if not made_up:
-            _take_usual_images(twin)
-        model = built(twin)
+    error: UntrainableError | None = None
+    for made_up, small in ((True, True), (False, True), (False, False)):
+        with told_as("No small model of this config can be built"):
+            twin = twin_config(config, small_images=small)
+            model = built(twin)
         if "mm_encoder_outputs" not in inspect.signature(whole_of(model).forward).parameters:
             raise UntrainableError(
                 f"The forward of {type(whole_of(model)).__name__} takes no features that were computed elsewhere "
                 "(mm_encoder_outputs), so that its encoder cannot be trained on ranks of its own."
             )
         try:
-            with torch.device("cpu"), InFloat64():  # type: ignore[no-untyped-call]
+            with torch.device("cpu"), InFloat64(), told_as(_NO_PICTURES):  # type: ignore[no-untyped-call]
                 return Twin(twin, model, twin_pictures(model, twin, made_up=made_up), made_up)
-        except Exception as raised:  # of pictures that it does not take
+        except UntrainableError as raised:  # of pictures that it does not take
             error = raised
     assert error is not None
     raise error
-
-
-def _take_usual_images(config: Any) -> None:
-    """Lets a tower of one size take that of its family's image processor, in place; published sizes may differ."""
-    from PIL import Image
-
-    vision: Any = getattr(config, "vision_config", None)
-    with suppress(Exception):  # then the config says what it takes
-        values = usual_processor(config)([Image.new("RGB", (84, 60))], return_tensors="np")["pixel_values"]
-        if isinstance(getattr(vision, "image_size", None), int) and values.shape[-1] == values.shape[-2]:
-            vision.image_size = int(values.shape[-1])
 
 
 def built(config: Any) -> Any:
@@ -83,12 +74,27 @@ def built(config: Any) -> Any:
             f"Models of type {config.model_type!r} are none of images and text: AutoModelForImageTextToText of "
             "transformers has no class for them."
         )
+    with torch.device("meta"):
+        _refuse_large(Maker.from_config(config, trust_remote_code=False))
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Maker.from_config(config, dtype=torch.float64, trust_remote_code=False).double()
     draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         for weight in model.parameters():
             drawn = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
             weight.copy_(0.1 * drawn) if weight.ndim > 1 else weight.add_(0.02 * drawn)
     return model.eval()
+
+
+def _refuse_large(model: Any) -> None:
+    """Refuses a twin that would take minutes, as of a tower whose config only names another library's model."""
+    if (weights := model.num_parameters()) > _MOST_WEIGHTS:
+        parts = {
+            name: sum(weight.numel() for weight in part.parameters()) for name, part in whole_of(model).named_children()
+        }
+        largest = max(parts, key=lambda name: parts[name])
+        raise UntrainableError(
+            f"A small model of it still has {weights / 1e6:.0f} million weights, most of them in its {largest}, whose "
+            "size its config does not say, so that it cannot be compared within a minute."
+        )

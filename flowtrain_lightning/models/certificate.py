@@ -14,10 +14,10 @@ from torch.nn import functional
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.models.built_twin import twin_of
-from flowtrain_lightning.models.family_traits import UntrainableError
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.trained_weights import add_adapters
 from flowtrain_lightning.models.twin_samples import TwinSample, packed, twin_samples
+from flowtrain_lightning.models.untrainable import UntrainableError, raised, told_as
 from flowtrain_lightning.packing_check.checked_module import default_dtype
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 from flowtrain_lightning.packing_check.passes import relative_errors
@@ -45,7 +45,8 @@ class Certificate:
         half: whose it is, ``"encoder"`` or ``"backbone"``.
         leak: how far gradients of a sample moved, relative to them, when another sample was changed.
         reason: a sentence; empty where it trains.
-        seconds: that it took.
+        raised: the exception of the family's own code that lies behind it, if one does.
+        seconds: of cores that it took.
     """
 
     family: str
@@ -56,6 +57,7 @@ class Certificate:
     half: str = ""
     leak: float | None = None
     reason: str = ""
+    raised: str = ""
     seconds: float = 0.0
 
     @property
@@ -100,15 +102,14 @@ def certify(config: Any, kind: type[HuggingFaceVLM], settings: Mapping[str, Any]
         kind: the class that trains it.
         settings: arguments of that class.
     """
-    start, family = time.perf_counter(), config.model_type
+    start, family = time.process_time(), config.model_type
     try:
-        found = _Comparison(config, kind, dict(settings or {})).run()
-    except Exception as error:  # whatever a family raises that is built or run in another way than was foreseen
-        name = "" if isinstance(error, UntrainableError) else f"{type(error).__name__}: "
-        reason = f"{name}{' '.join(str(error).split())}"
+        with told_as("Its twin could not be trained in halves beside Hugging Face's whole model"):
+            found = _Comparison(config, kind, dict(settings or {})).run()
+    except UntrainableError as error:
         module = kind.__name__ if family in kind.families else ""
-        found = Certificate(family, module, False, reason=reason if len(reason) < 400 else f"{reason[:400]} …")
-    return Certificate(**{**asdict(found), "seconds": time.perf_counter() - start})
+        found = Certificate(family, module, False, reason=str(error), raised=raised(error))
+    return Certificate(**{**asdict(found), "seconds": time.process_time() - start})
 
 
 class _Comparison:

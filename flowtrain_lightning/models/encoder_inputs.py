@@ -17,8 +17,11 @@ from flowtrain_lightning.data import PackedMedia
 Arguments = dict[str, Any]
 """Keyword arguments of ``get_image_features``."""
 
-_SETTINGS = ("vision_feature_layer", "vision_feature_select_strategy", "interpolate_pos_encoding", "downsample_mode")
-_KNOWN = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "pixel_mask")
+_SETTINGS = (
+    *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "interpolate_pos_encoding"),
+    "downsample_mode",
+)
+_KNOWN = (*("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "pixel_mask", "batch_num_images"),)
 _NOT_OF_IMAGES = ("kwargs", "return_dict", "output_hidden_states", "output_attentions")
 
 
@@ -39,19 +42,30 @@ def image_arguments(whole: Any) -> tuple[str, ...]:
 def joined(arguments: Sequence[Arguments]) -> Arguments:
     """The arguments for several images in one call: along the first dimension, one after another.
 
-    Images of unlike height and width get zeros below and at the right, as image processors do it.
+    Where ``target_sizes`` says how large images are whose patches lie side by side, they go on along the last one.
+    Images of unlike height, width and number of tiles get zeros below, at the right and behind, as image processors
+    do it.
 
     Raises:
         RuntimeError: their shapes do not fit each other.
     """
-    return {name: _joined([each[name] for each in arguments]) for name in arguments[0]}
+    side_by_side = {"pixel_values"} if "target_sizes" in arguments[0] else set()
+    several = {name: [each[name] for each in arguments] for name in arguments[0]}
+    return {
+        name: torch.cat(tensors, dim=-1) if name in side_by_side else _joined(tensors)
+        for name, tensors in several.items()
+    }
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    if tensors[0].is_floating_point() and tensors[0].ndim > 3:
-        high, wide = (max(tensor.shape[side] for tensor in tensors) for side in (-2, -1))
-        tensors = [pad(each, (0, wide - each.shape[-1], 0, high - each.shape[-2])) for each in tensors]
-    return torch.cat(list(tensors))
+    largest = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    return torch.cat([pad(each, _missing(each, largest)) for each in tensors])
+
+
+def _missing(tensor: Tensor, largest: Sequence[int]) -> list[int]:
+    """What ``pad`` is told to add behind each dimension but the first, the last one first."""
+    sides = reversed(list(zip(tensor.shape[1:], largest, strict=True)))
+    return [number for side, most in sides for number in (0, most - side)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,12 @@ class PatchInputs:
     @property
     def any_size(self) -> bool:
         """Whether the encoder takes images of unlike sizes."""
-        return "image_grid_thw" in self.names or "image_sizes" in self.names
+        return "image_grid_thw" in self.names or ("image_sizes" in self.names and not self._tiled)
+
+    @property
+    def _tiled(self) -> bool:
+        """Whether the encoder takes an image that is beside others in one tile, and else cuts it."""
+        return "batch_num_images" in self.names
 
     def of_items(self, media: PackedMedia) -> list[Arguments]:
         """The arguments for each media item, in order."""
@@ -108,8 +127,10 @@ class PatchInputs:
         found: Arguments = {"pixel_values": image[None]}
         if "image_sizes" in self.names:
             found["image_sizes"] = torch.tensor([list(image.shape[1:])])
-        if "pixel_attention_mask" in self.names:
+        if "pixel_attention_mask" in self.names or self._tiled:
             found["pixel_values"] = image[None, None]
+        if self._tiled:
+            found["batch_num_images"] = torch.tensor([2])
         return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import resource
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,17 +18,19 @@ import torch
 from flowtrain_lightning.models.certificate import Certificate
 from flowtrain_lightning.models.kept_certificates import certificate_of
 from flowtrain_lightning.models.pretrained import module_class
+from flowtrain_lightning.models.published_config import usual_config
+from flowtrain_lightning.models.untrainable import UntrainableError
 
-_LIMIT_S = 900.0
-"""Of one family: a tower that takes thousands of patches of every picture is slow on one core."""
+_LIMIT_S = 120
+"""Of one family, on one core: a tower that takes thousands of patches of every picture is slow."""
 
 _INTRODUCTION = """# All families
 
 What `flowtrain check MODEL_TYPE` says of every family of `AutoModelForImageTextToText`, on {date}, with transformers
-{transformers} and torch {torch} on one core. A twin of the family's usual config is trained in two halves, from packed
+{transformers}, torch {torch}, {beside}. A twin of the family's usual config is trained in two halves, from packed
 samples, and compared with Hugging Face's whole model sample by sample, in float64: *exact* is a relative error of at
-most 1e-9 of the loss and of every gradient. Written by `python -m flowtrain_lightning.models.family_table FILE`,
-without torchvision and timm, which some image processors and towers need. {trained} of {all} train.
+most 1e-9 of the loss and of every gradient. Seconds are of one core. Written by
+`python -m flowtrain_lightning.models.family_table FILE`. {trained} of {all} train.
 
 | `model_type` | trained by | verdict | largest error | seconds | why not |
 |---|---|---|---|---|---|
@@ -53,26 +57,25 @@ def certificates(names: Sequence[str]) -> Iterator[Certificate]:
         process.start()
         other.close()
         try:
-            if mine.poll(_LIMIT_S):
-                yield mine.recv()
-            else:
-                yield Certificate(name, "", False, reason=f"no verdict within {_LIMIT_S:.0f} s.", seconds=_LIMIT_S)
+            yield mine.recv()
         except EOFError:
-            yield Certificate(name, "", False, reason="the process that compared it died.")
+            process.join()
+            late = process.exitcode == -signal.SIGXCPU
+            reason = f"no verdict within {_LIMIT_S} s." if late else "the process that compared it died."
+            yield Certificate(name, "", False, reason=reason, seconds=_LIMIT_S if late else 0.0)
         finally:
             process.kill()
             process.join()
 
 
 def _certify(name: str, answer: Connection) -> None:
-    from transformers import CONFIG_MAPPING
-
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CPU, (_LIMIT_S, _LIMIT_S + 1))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        found = certificate_of(CONFIG_MAPPING[name](), module_class(name))
-    except Exception as error:  # of a config that cannot be made by itself
-        found = Certificate(name, "", False, reason=f"{type(error).__name__}: {error}")
+        found = certificate_of(usual_config(name), module_class(name))
+    except UntrainableError as error:  # of a config that cannot be made by itself
+        found = Certificate(name, "", False, reason=str(error))
     answer.send(found)
 
 
@@ -92,10 +95,22 @@ def table(found: Sequence[Certificate]) -> str:
         date=datetime.now(UTC).date().isoformat(),
         transformers=version("transformers"),
         torch=version("torch"),
+        beside=_beside(),
         trained=sum(each.trains for each in found),
         all=len(found),
     )
     return head + "\n".join(rows) + "\n"
+
+
+def _beside() -> str:
+    """Libraries that some image processors and towers need, as far as they are installed."""
+    found = []
+    for name in ("torchvision", "timm"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return " and ".join(found)
 
 
 def _in_a_cell(reason: str) -> str:

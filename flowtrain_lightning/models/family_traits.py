@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
-
-
-class UntrainableError(ValueError):
-    """A family cannot be trained in halves; the message says why."""
-
+from flowtrain_lightning.models.untrainable import UntrainableError
 
 Form = Literal["rows", "tuple", "stack"]
 """Features of all images in a row; a tuple with those of each image; all images have as many."""

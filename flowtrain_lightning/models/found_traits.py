@@ -25,6 +25,7 @@ from flowtrain_lightning.models.family_traits import (
 from flowtrain_lightning.models.found_sight import sight_of
 from flowtrain_lightning.models.published_config import image_token_id
 from flowtrain_lightning.models.twin_samples import twin_samples
+from flowtrain_lightning.models.untrainable import told_as
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 
 _EQUAL = 1e-9
@@ -58,7 +59,8 @@ def _of_twin(twin: Twin) -> Traits:
     form = form_of(outputs[0])
     levels = [rows_of(output) for output in outputs]
     of_encoder = _reached(model, [each.pow(2).sum() for each in levels[0]])
-    of_backbone = _reached(model, [_decoded(model, config, [each.detach() for each in levels[0]], form)])
+    with told_as("Its forward does not run on rows of features alone, which are all that goes from half to half"):
+        of_backbone = _reached(model, [_decoded(model, config, [each.detach() for each in levels[0]], form)])
     halves, loose = halves_of(model, of_encoder, of_backbone)
     traits = Traits(
         halves=halves,

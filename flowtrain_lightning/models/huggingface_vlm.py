@@ -19,6 +19,7 @@ from flowtrain_lightning.models.checked_twin import checked_twin
 from flowtrain_lightning.models.family_traits import token_kinds
 from flowtrain_lightning.models.own_forward import own_outputs, takes_features
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
+from flowtrain_lightning.models.packed_scans import refuse_sharing
 from flowtrain_lightning.models.processor import copy_processor
 from flowtrain_lightning.models.published_config import (
     end_token,
@@ -147,9 +148,8 @@ class HuggingFaceVLM(ReadingModule):
         """
         if config.model_type not in self.families:
             raise ValueError(
-                f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl, "
-                "qwen2_5_vl, qwen3_vl and qwen3_vl_moe, LlavaVLM trains llava; flow.models.from_pretrained(FOLDER) "
-                "finds the class for any family (docs/models.md)."
+                f"{type(self).__name__} does not train models of type {config.model_type!r}. QwenVLM trains qwen2_vl "
+                "and its like, LlavaVLM trains llava; flow.models.from_pretrained(FOLDER) finds it (docs/models.md)."
             )
 
     # ---- what it reads ------------------------------------------------------------------------------------------
@@ -356,6 +356,7 @@ class HuggingFaceVLM(ReadingModule):
 
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
         """Embeddings and positions of some tokens."""
+        refuse_sharing(self._text, "context")
         embeddings, positions = arguments["inputs_embeds"], arguments["position_ids"]
         return {**arguments, "inputs_embeds": embeddings[:, own], "position_ids": positions[..., own]}
 

@@ -48,11 +48,11 @@ FAMILIES = (
 """``model_type`` of the families whose words are known here."""
 
 
-def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> ImageWords:
+def image_words(family: str, tokenizer: Any, settings: Mapping[str, Any]) -> ImageWords:
     """How images stand in the text of a model.
 
     Args:
-        config: the model's.
+        family: its ``model_type``.
         tokenizer: the model's, of Hugging Face.
         settings: of the model's processor, as its files hold them.
 
@@ -63,7 +63,7 @@ def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ima
     def named(attribute: str, usual: str) -> str:
         return str(getattr(tokenizer, attribute, None) or usual)
 
-    match config.model_type:
+    match family:
         case "qwen2_vl" | "qwen2_5_vl":
             token = named("video_token", "<|video_pad|>")
             videos = VideoWords(token, False, lambda rows, times: (token, [rows]))
@@ -87,7 +87,7 @@ def image_words(config: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Ima
                 named("fake_image_token", "<fake_token_around_image>"),
                 named("global_image_token", "<global-img>"),
             )
-        case family:
+        case _:
             raise ValueError(
                 f"How a model of type {family!r} writes images is not known here; known are Qwen2-VL, Qwen2.5-VL, "
                 "Qwen3-VL, LLaVA-1.5, LLaVA-OneVision, InternVL3, SmolVLM2, Gemma 3 and PaliGemma. Write a template: "

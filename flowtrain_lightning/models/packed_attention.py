@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.models.packed_scans import pack_scans
 
 NAME = "flowtrain"
 """What ``transformers`` knows the function by, as it knows ``"sdpa"``."""
@@ -23,6 +24,8 @@ def pack_attention(model: Any) -> None:
     Its forward then takes a batch of one, in which the sequences lie one after another, with the arguments of
     `sequence_bounds`, and builds no mask: work and memory grow with the tokens, not with their square. A vision tower
     whose own forward passes ``cu_seqlens`` of its images to its layers, as Qwen's, computes all of them at once.
+
+    Scans and short convolutions beside attention begin anew in every sequence, too.
 
     For decoders in which a token sees those before it, and encoders in which it sees all. What lets tokens of an image
     see each other in a decoder, as Gemma 3 does, is a mask and would be lost.
@@ -46,6 +49,7 @@ def pack_attention(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "is_causal") and "cu_seqlens" in inspect.signature(module.forward).parameters:
             module.register_forward_pre_hook(_keep_whole, with_kwargs=True)
+    pack_scans(model)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowtrain_lightning.models.any_family import AnyVLM
 from flowtrain_lightning.models.gemma import GemmaVLM
@@ -16,7 +16,7 @@ from flowtrain_lightning.models.published_config import read_settings
 from flowtrain_lightning.models.qwen import QwenVLM
 from flowtrain_lightning.models.smolvlm import SmolVLM
 
-_TRAINED: tuple[type[HuggingFaceVLM], ...] = (
+TRAINED: list[type[HuggingFaceVLM]] = [
     QwenVLM,
     LlavaVLM,
     OnevisionVLM,
@@ -24,7 +24,10 @@ _TRAINED: tuple[type[HuggingFaceVLM], ...] = (
     SmolVLM,
     GemmaVLM,
     PaliGemmaVLM,
-)
+]
+"""Classes that train some families each, in the order in which they are asked."""
+
+_Kind = TypeVar("_Kind", bound=HuggingFaceVLM)
 
 
 def from_pretrained(model: str | Path, **settings: Any) -> HuggingFaceVLM:
@@ -52,8 +55,29 @@ def from_pretrained(model: str | Path, **settings: Any) -> HuggingFaceVLM:
     if "recompute" not in settings and "gradient_checkpointing" in settings:
         settings["recompute"] = settings.pop("gradient_checkpointing")
     module = module_class(read_settings(model)["model_type"])(model, **settings)
-    _ = module.processor  # what cannot be read is told now
+    if module.processor is not None:
+        module.processor.read()
     return module
+
+
+def register(kind: type[_Kind]) -> type[_Kind]:
+    """Lets `from_pretrained` load the ``families`` of a class of yours by it, before any class of this package.
+
+    As a decorator, ``@flow.models.register``, or called with the class.
+
+    Args:
+        kind: a `HuggingFaceVLM` that names its ``families``.
+
+    Raises:
+        TypeError: it is none, or names no families.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, HuggingFaceVLM) and kind.families):
+        raise TypeError(
+            f"register takes a class of models, but got {kind!r}. Give it a subclass of HuggingFaceVLM, AnyVLM or "
+            'another of flow.models that names the model_type of what it trains, such as families = ("idefics3",).'
+        )
+    TRAINED.insert(0, kind)
+    return kind
 
 
 def module_class(family: str) -> type[HuggingFaceVLM]:
@@ -62,4 +86,4 @@ def module_class(family: str) -> type[HuggingFaceVLM]:
     Args:
         family: the ``model_type`` of their config.
     """
-    return next((kind for kind in _TRAINED if family in kind.families), AnyVLM)
+    return next((kind for kind in TRAINED if family in kind.families), AnyVLM)

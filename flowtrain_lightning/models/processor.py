@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor, open_tokenizer
+from flowtrain_lightning.models.asked_images import size_of_image
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
-from flowtrain_lightning.models.image_words import FAMILIES, image_words
+from flowtrain_lightning.models.image_words import FAMILIES, ImageWords, image_words
 from flowtrain_lightning.models.images import images_of
 from flowtrain_lightning.models.own_words import (
     counted_by_words,
@@ -40,21 +41,83 @@ _PALIGEMMA_TEMPLATE = """
 """PaliGemma is published without one; this writes what its processor writes of a prefix and a suffix."""
 
 
-@dataclass(frozen=True)
 class Processor:
-    """What a model reads, for ``FlowDataModule``.
+    """What a model reads, for ``FlowDataModule``. A part is built when it is first asked for.
 
-    Attributes:
-        tokenizer: text to ids and back.
-        template: how a conversation is written.
-        images: what becomes of images.
-        videos: what becomes of videos; None of a model that takes none.
+    Args:
+        model: the model's name or folder.
+        min_pixels: of an image, in place of the model's own; for Qwen alone.
+        max_pixels: of an image, in place of the model's own; for Qwen alone.
+        family: the ``model_type`` whose words and pixels it has; empty: its own.
     """
 
-    tokenizer: Tokenizer
-    template: ProcessorTemplate
-    images: ImageProcessor
-    videos: VideoProcessor | None
+    def __init__(
+        self, model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None, family: str = ""
+    ) -> None:
+        self._model = model
+        self._bounds = min_pixels, max_pixels
+        self._reads_as = family
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back."""
+        return open_tokenizer(self._own_tokenizer)
+
+    @cached_property
+    def template(self) -> ProcessorTemplate:
+        """How a conversation is written."""
+        template, settings = _chat_template(self._model, self._family, self._own_tokenizer)
+        if not self._is_known:
+            return ProcessorTemplate(self._own_tokenizer, template, *self._asked_words)
+        words = image_words(self._family, self._own_tokenizer, settings)
+        tiles = self.images.tiles_of if words.tiled and isinstance(self.images, HuggingFaceImages) else None
+        return ProcessorTemplate(self._own_tokenizer, template, words, tiles)
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """What becomes of images."""
+        if self._is_known:
+            return images_of(self._model, *self._bounds)
+        return counted_by_words(own_images(self._whole, self._config), self._asked_words[0])
+
+    @cached_property
+    def videos(self) -> VideoProcessor | None:
+        """What becomes of videos; None of a model that takes none."""
+        return videos_of(self._model)
+
+    def read(self) -> Self:
+        """Builds all parts, so that what cannot be read is told now.
+
+        Raises:
+            ValueError: something of it is not known here.
+        """
+        _ = self.tokenizer, self.images, self.template, self.videos
+        return self
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the family's words and pixels are written down here; else its own processor is asked."""
+        return self._family in FAMILIES
+
+    @property
+    def _family(self) -> str:
+        return self._reads_as or str(self._config.model_type)
+
+    @cached_property
+    def _config(self) -> Any:
+        return read_config(self._model)
+
+    @cached_property
+    def _own_tokenizer(self) -> Any:
+        return _tokenizer(self._model)
+
+    @cached_property
+    def _whole(self) -> Any:
+        return own_processor(self._model, self._config, self._own_tokenizer, own_image_processor(self._model))
+
+    @cached_property
+    def _asked_words(self) -> tuple[ImageWords, Tiles]:
+        return own_words(self._whole, self._config, self._own_tokenizer), size_of_image
 
 
 def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
@@ -68,21 +131,7 @@ def processor_of(model: str | Path, min_pixels: int | None = None, max_pixels: i
     Raises:
         ValueError: something of it is not known here.
     """
-    tokenizer, config = _tokenizer(model), read_config(model)
-    if config.model_type not in FAMILIES:
-        return _own(model, config, tokenizer)
-    images = images_of(model, min_pixels, max_pixels)
-    tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
-    return Processor(open_tokenizer(tokenizer), _template(model, tokenizer, tiles), images, videos_of(model))
-
-
-def _own(model: str | Path, config: Any, tokenizer: Any) -> Processor:
-    """Of a family whose words and pixels nobody has written down here: by its own processor."""
-    processor = own_processor(model, config, tokenizer, own_image_processor(model))
-    words, images = own_words(processor, config, tokenizer), own_images(processor, config)
-    images = counted_by_words(images, words)
-    template = ProcessorTemplate(tokenizer, _chat_template(model, config, tokenizer)[0], words, images.tiles_of)
-    return Processor(open_tokenizer(tokenizer), template, images, None)
+    return Processor(model, min_pixels, max_pixels).read()
 
 
 def template_of(model: str | Path) -> ProcessorTemplate:
@@ -94,7 +143,7 @@ def template_of(model: str | Path) -> ProcessorTemplate:
     Raises:
         ValueError: it has none, or how it writes images is not known here.
     """
-    return _template(model, _tokenizer(model), None)
+    return Processor(model).template
 
 
 _FILES = (
@@ -142,19 +191,7 @@ def _tokenizer(model: str | Path) -> Any:
         ) from error
 
 
-def _template(model: str | Path, tokenizer: Any, tiles: Tiles | None) -> ProcessorTemplate:
-    config = read_config(model)
-    if config.model_type not in FAMILIES:
-        return _own(model, config, tokenizer).template
-    template, settings = _chat_template(model, config, tokenizer)
-    words = image_words(config, tokenizer, settings)
-    if words.tiled and tiles is None:
-        images = images_of(model)
-        tiles = images.tiles_of if isinstance(images, HuggingFaceImages) else None
-    return ProcessorTemplate(tokenizer, template, words, tiles)
-
-
-def _chat_template(model: str | Path, config: Any, tokenizer: Any) -> tuple[str, dict[str, Any]]:
+def _chat_template(model: str | Path, family: str, tokenizer: Any) -> tuple[str, dict[str, Any]]:
     """The chat template of a model, and the settings of its processor."""
     from transformers import ProcessorMixin
 
@@ -164,7 +201,7 @@ def _chat_template(model: str | Path, config: Any, tokenizer: Any) -> tuple[str,
         settings, _ = ProcessorMixin.get_processor_dict(model)
     template = settings.get("chat_template") or tokenizer.chat_template
     template = template["default"] if isinstance(template, dict) else template
-    if template is None and config.model_type == "paligemma":
+    if template is None and family == "paligemma":
         template = _PALIGEMMA_TEMPLATE
     if template is None:
         raise ValueError(

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowtrain_lightning.models.untrainable import told_as
+
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
@@ -39,6 +41,28 @@ def image_ends(config: Any) -> tuple[int, ...]:
         if all(isinstance(token, int) for token in tokens):
             return tuple(int(token) for token in tokens if token is not None)
     return ()
+
+
+def usual_config(family: str) -> Any:
+    """The config that ``transformers`` makes of a family by itself, with a tower and a token for images.
+
+    Args:
+        family: the ``model_type``.
+
+    Raises:
+        UntrainableError: it makes none.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    with told_as(f"transformers makes no usual config of {family}, so that a published model's folder is needed"):
+        config = kind()
+        if getattr(config, "vision_config", config) is None:  # of a class whose models may have none
+            config = kind(vision_config={})
+    tokens = {name: getattr(config, name) for name in _IMAGE_TOKENS if hasattr(config, name)}
+    if tokens and all(token is None for token in tokens.values()):
+        setattr(config, next(iter(tokens)), config.get_text_config().vocab_size - 1)
+    return config
 
 
 def read_settings(model: str | Path) -> dict[str, Any]:

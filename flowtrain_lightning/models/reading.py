@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import ClassVar
 
 from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor
-from flowtrain_lightning.models.processor import Processor, processor_of
+from flowtrain_lightning.models.processor import Processor
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.projector import ProjectingModule
 
@@ -13,14 +14,20 @@ from flowtrain_lightning.models.projector import ProjectingModule
 class ReadingModule(ProjectingModule):
     """A module whose ``hparams`` name the folder of a processor; `FlowDataModule` takes from it what it was not given.
 
-    Attributes below raise a ValueError where the module was built from a config alone and names no processor.
+    Properties below raise a ValueError where the module was built from a config alone and names no processor.
+
+    Attributes:
+        reads_as: ``model_type`` of the family whose words and pixels the models of the class have; empty: their own.
     """
+
+    reads_as: ClassVar[str] = ""
 
     @cached_property
     def processor(self) -> Processor | None:
         """All that the model reads, for the data module; None of a model without name."""
         source = self.hparams["processor"]
-        return source and processor_of(source, self.hparams["min_pixels"], self.hparams["max_pixels"])
+        bounds = self.hparams["min_pixels"], self.hparams["max_pixels"]
+        return source and Processor(source, *bounds, family=self.reads_as)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

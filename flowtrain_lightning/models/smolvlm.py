@@ -21,6 +21,7 @@ class SmolVLM(HuggingFaceVLM):
     """
 
     families = ("smolvlm",)
+    reads_as = "smolvlm"
     halves: Mapping[str, tuple[str, ...]] = {
         "encoder": ("model.model.vision_model", "model.model.connector"),
         "backbone": ("model.model.text_model", "model.lm_head"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from flowtrain_lightning.models.packed_scans import refuse_sharing
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
 
 _DECODER: Mapping[str, TensorStyle] = {
@@ -56,8 +57,10 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
 
     Raises:
         ValueError: they cannot share the attention heads evenly, or the decoder is a mixture of experts.
+        NotImplementedError: it has scans or convolutions over tokens.
     """
     config, path = decoder.config, names[decoder]
+    refuse_sharing(decoder, "tensor")
     if any(name.endswith(".experts") for name, _ in decoder.named_modules()):
         raise ValueError(
             f"{type(decoder).__name__} has a mixture of experts, which {ranks} tensor ranks cannot share today; divide "

@@ -21,9 +21,8 @@ _MOST = 6
 """Layers of a half: as many as it has kinds of, within these bounds."""
 
 _SIZES: Mapping[str, int] = {
-    **dict.fromkeys(("hidden_size", "embed_dim", "projection_dim", "d_model", "n_embd", "mlp_dim", "model_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size"), 64),
-    **dict.fromkeys(("out_hidden_size", "text_hidden_size", "adapter_hidden_dim", "projector_hidden_size"), 64),
+    **dict.fromkeys(("projection_dim", "d_model", "n_embd", "mlp_dim", "model_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("intermediate_size_mlp", "adapter_hidden_dim"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 32),
     **dict.fromkeys(
         ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head"), 4
@@ -45,8 +44,13 @@ _SIZES: Mapping[str, int] = {
 }
 """Sizes of a twin by the names that configs have for them; whatever is smaller already stays."""
 
-_ALIKE = ("hidden_size", "out_hidden_size", "text_hidden_size", "projection_dim", "vocab_size")
-"""Sizes that parts of a model must have in common, so that they are not kept where they are smaller."""
+_WIDTH = 64
+"""Of a twin, by any name that ends in one of `_WIDE`."""
+
+_WIDE = ("hidden_size", "intermediate_size", "embed_dim")
+
+_ALIKE = ("hidden_size", "projection_dim", "vocab_size")
+"""Ends of names of sizes that parts of a model have in common, so that they are not kept where they are smaller."""
 
 _TOKENS = ("_token_id", "_token_index", "_patch_id")
 _LISTS_OF_INDICES = ("deepstack_visual_indexes", "fullatt_block_indexes")
@@ -68,12 +72,15 @@ def twin_config(config: Any, *, small_images: bool = True) -> Any:
         Exception: whatever the config's class raises of numbers that do not fit each other.
     """
     given = copy.deepcopy(config.to_dict())
-    small = _Shrinking(small_images).shrunk(given, "")
+    small = _Shrinking(small_images, _factors(given)).shrunk(given, "")
     for name in ("transformers_version", "architectures", "torch_dtype", "dtype", "_name_or_path"):
         small.pop(name, None)
     small.pop("model_type", None)
+    _scale_pinpoints(small, given)
     made = type(config)(**small)
     _give_sections(made)
+    # A module is given the config as a dictionary, of which some classes make other sizes.
+    made = type(made)(**{name: value for name, value in made.to_dict().items() if name != "model_type"})
     made._experts_implementation = "eager"  # the others know no float64
     return made
 
@@ -87,16 +94,24 @@ def _give_sections(config: Any) -> None:
     rope = getattr(text, "rope_parameters", None)
     module = sys.modules.get(getattr(model, "__module__", ""))
     counts_in_three = any(hasattr(part, "get_rope_index") for part in vars(module).values()) if module else False
-    if counts_in_three and isinstance(rope, dict) and "mrope_section" not in rope:
-        text.rope_parameters = _rotary({**rope, "mrope_section": [0, 0, 0]}, text.to_dict())
+    if counts_in_three and isinstance(rope, dict) and rope:
+        text.rope_parameters = _rotary(_with_sections(rope), text.to_dict())
+
+
+def _with_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of rotary positions, of one kind or of several kinds of layers, with sections of any size."""
+    if "rope_type" in rope or not any(isinstance(value, Mapping) for value in rope.values()):
+        return {"mrope_section": [1, 1, 0], **rope}
+    return {kind: _with_sections(own) if isinstance(own, Mapping) else own for kind, own in rope.items()}
 
 
 class _Shrinking:
     """One config on its way to a twin's; remembers which special token has become which."""
 
-    def __init__(self, small_images: bool) -> None:
+    def __init__(self, small_images: bool, factors: Mapping[int, int]) -> None:
         self._tokens: dict[int, int] = {}
         self._small_images = small_images
+        self._factors = factors
 
     def shrunk(self, part: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A config, or a part of it, at the path of its name."""
@@ -119,11 +134,13 @@ class _Shrinking:
     def _small(self, name: str, value: Any) -> Any:
         if ("dropout" in name or "drop_path" in name) and isinstance(value, float):
             return 0.0
-        limit = _SIZES.get(name)
+        limit = _SIZES.get(name, _WIDTH if name.endswith(_WIDE) else None)
         if limit is None or isinstance(value, bool):
             return value
         if isinstance(value, int | float):
-            return limit if name in _ALIKE else min(int(value), limit) if value > 0 else value
+            if name.endswith(_ALIKE):
+                return limit * self._factors.get(int(value), 1)
+            return min(int(value), limit) if value > 0 else value
         if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
             return [min(each, limit) for each in value]
         return value
@@ -135,6 +152,15 @@ class _Shrinking:
             return token
         first = VOCABULARY - SPECIAL
         return self._tokens.setdefault(token, first + len(self._tokens) % SPECIAL)
+
+
+def _factors(config: Mapping[str, Any]) -> dict[int, int]:
+    """Widths of merged patches, and how many rows of the tower's width they are."""
+    text, vision = (config.get(name) or {} for name in ("text_config", "vision_config"))
+    width, merge = vision.get("hidden_size"), vision.get("merge_size") or vision.get("spatial_merge_size")
+    if not isinstance(width, int) or not isinstance(merge, int) or width * merge**2 == text.get("hidden_size"):
+        return {}
+    return {width * merge**2: merge**2}
 
 
 def _cut_layers(part: dict[str, Any]) -> None:
@@ -200,6 +226,21 @@ def _shrink_images(part: dict[str, Any]) -> None:
     for name in ("image_seq_length", "mm_tokens_per_image"):
         if isinstance(part.get(name), int):
             part[name] = 4
+    if isinstance(part.get("projector_patch_to_query_dict"), Mapping):
+        part["projector_patch_to_query_dict"] = {_PATCHES**2: 4}
+
+
+def _scale_pinpoints(small: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Sizes of pictures that are cut into tiles, in place: as many tiles of the tower's smaller size."""
+    before, after = (_image_size(config) for config in (given, small))
+    if before and after and isinstance(given.get("image_grid_pinpoints"), list):
+        points = given["image_grid_pinpoints"]
+        small["image_grid_pinpoints"] = [[side * after // before for side in point] for point in points]
+
+
+def _image_size(config: Mapping[str, Any]) -> int:
+    size = (config.get("vision_config") or {}).get("image_size")
+    return size if isinstance(size, int) else 0
 
 
 def _rotary(rope: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,15 +249,19 @@ def _rotary(rope: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in rope.items():
         if name == "mrope_section" and isinstance(value, list) and len(value) == 3:
             share = rope.get("partial_rotary_factor", part.get("partial_rotary_factor")) or 1.0
-            half = int(_head(part) * share) // 2
-            first = max(1, half // 4)
-            second = (half - first) // 2
-            found[name] = [first, second, half - first - second]
+            found[name] = _sections(value, int(_head(part) * share) // 2)
         elif isinstance(value, Mapping):
             found[name] = _rotary(value, part)
         else:
             found[name] = value
     return found
+
+
+def _sections(given: Sequence[int], half: int) -> list[int]:
+    """Sections of half a head for time, height and width, in the order given; those that are equal stay equal."""
+    odd = next((number for number in (0, 2, 1) if len({*given[:number], *given[number + 1 :]}) == 1), 0)
+    equal = (half - max(1, half // 4)) // 2
+    return [half - 2 * equal if number == odd else equal for number in range(3)]
 
 
 def _head(part: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ _SIZES = ((60, 84), (112, 60), (84, 84))
 
 _GRIDS = ((4, 4), (4, 8), (8, 4))
 """Patches along the height and width of pictures of any size."""
+
+
+_BUDGETS: Mapping[str, int] = {"max_soft_tokens": 70, "min_image_tokens": 4, "max_image_tokens": 16}
+"""Settings of image processors that enlarge a picture until it fills a budget, and small budgets that are allowed."""
 
 
 class Picture(NamedTuple):
@@ -92,7 +97,7 @@ def usual_images(model: Any, config: Any) -> AskedImages:
 
 
 def usual_processor(config: Any) -> Any:
-    """The image processor that ``transformers`` has for a family, with its usual settings.
+    """The image processor that ``transformers`` has for a family, with its usual settings and the model's sizes.
 
     Raises:
         ImportError: it needs a library that is not installed.
@@ -105,7 +110,41 @@ def usual_processor(config: Any) -> Any:
     kind = kinds.get("pil") or next((kind for kind in kinds.values() if kind is not None), None)
     if kind is None:
         raise ValueError(f"transformers has no image processor for models of type {config.model_type!r}.")
-    return kind()
+    usual: Any = kind()
+    return kind(**_geometry(usual, config))
+
+
+def _geometry(processor: Any, config: Any) -> dict[str, Any]:
+    """Settings by which an image processor makes what a model takes, where its usual ones are of another model."""
+    vision = getattr(config, "vision_config", config)
+    wanted = {
+        "patch_size": getattr(vision, "patch_size", None),
+        "merge_size": getattr(vision, "spatial_merge_size", None),
+        "temporal_patch_size": getattr(vision, "temporal_patch_size", None),
+    }
+    found = {
+        name: size for name, size in {**wanted, **_BUDGETS}.items() if _differs(getattr(processor, name, None), size)
+    }
+    if (pinpoints := getattr(config, "image_grid_pinpoints", None)) and hasattr(processor, "image_grid_pinpoints"):
+        found["image_grid_pinpoints"] = pinpoints
+    side = getattr(vision, "image_size", None)
+    for name in ("size", "crop_size"):
+        sides = getattr(processor, name, None)
+        known = {edge for edge in ("height", "width", "shortest_edge", "longest_edge") if sides and _edge(sides, edge)}
+        if isinstance(side, int) and known in ({"height", "width"}, {"shortest_edge"}):
+            found[name] = dict.fromkeys(known, side)
+    high = getattr(getattr(config, "high_res_vision_config", None), "image_size", None)
+    if isinstance(high, int) and hasattr(processor, "high_res_size"):  # of a second tower
+        found["high_res_size"] = {"height": high, "width": high}
+    return found
+
+
+def _edge(sides: Any, name: str) -> Any:
+    return sides.get(name) if isinstance(sides, dict) else getattr(sides, name, None)
+
+
+def _differs(one: Any, other: Any) -> bool:
+    return isinstance(one, int) and isinstance(other, int) and one != other
 
 
 def _made_up(config: Any, *, any_size: bool) -> list[LoadedMedia]:

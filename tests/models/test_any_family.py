@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from PIL import Image
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.models import AnyVLM, processor_of
+from flowtrain_lightning.models import AnyVLM, SmolVLM, module_class, pretrained, processor_of
 from tests.models.both_processors import CONVERSATIONS, SIZES, Both, write_images
 from tests.models.test_pretrained import CONFIGS, data_of, records, trainer  # noqa: F401
 
@@ -97,3 +98,70 @@ def test_a_folder_is_enough_to_train_both_halves(folder, tmp_path, records):  # 
     model.save_pretrained(tmp_path / "saved")
     again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").state_dict()
     assert again.keys() == before.keys()
+
+
+PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## Any family")[2].partition("\n## ")[0]
+NAME = "HuggingFaceM4/Idefics3-8B-Llama3"
+
+
+@pytest.mark.full
+def test_the_page_takes_idefics3_from_nothing_to_a_training(folder, tmp_path, monkeypatch, records):  # noqa: F811
+    monkeypatch.chdir(records.parent)
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL) if NAME in block)
+    assert len(example.splitlines()) < 30
+    here = example.replace(NAME, str(folder[0])).replace('devices=8, precision="bf16-mixed"', 'accelerator="cpu"')
+    names: dict[str, Any] = {}
+    exec(here.replace("max_epochs=1", "max_epochs=1, devices=1, logger=False"), names)
+    assert type(names["model"]) is AnyVLM
+    assert names["trainer"].global_step > 0
+    before, after = (
+        transformers.AutoModelForImageTextToText.from_pretrained(place).state_dict() for place in (folder[0], "tuned")
+    )
+    assert before.keys() == after.keys()
+    assert not all(weight.equal(before[name]) for name, weight in after.items())
+    processor = transformers.AutoProcessor.from_pretrained("tuned")
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    prompt = processor.apply_chat_template(asked, add_generation_prompt=True)
+    given = processor(text=prompt, images=[Image.open("1.png")], return_tensors="pt")
+    answer = transformers.AutoModelForImageTextToText.from_pretrained("tuned").generate(**given, max_new_tokens=3)
+    assert answer.shape[1] > given["input_ids"].shape[1]
+
+
+@pytest.fixture
+def idefics3_as_smolvlm(monkeypatch: pytest.MonkeyPatch) -> type[SmolVLM]:
+    """A class of a user's own, of two lines, as the page has it."""
+    trained = list(pretrained.TRAINED)
+    monkeypatch.setattr(pretrained, "TRAINED", trained)
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "register" in block)
+    names: dict[str, Any] = {"flow": flow}
+    exec(example, names)
+    return names["Idefics3VLM"]
+
+
+@pytest.mark.full
+def test_a_class_of_two_lines_reads_and_encodes_as_the_family_that_it_is_made_of(tmp_path, idefics3_as_smolvlm):
+    path = tmp_path / "idefics3"
+    both = Both(published(path), processor_of(path), write_images(tmp_path), "idefics3")
+    module = flow.models.from_pretrained(path)
+    assert type(module) is module_class("idefics3") is idefics3_as_smolvlm
+    record = both.record(CONVERSATIONS["several images"])
+    expected = both.expected(record)["input_ids"].tolist()
+    assert replace(both, ours=module.processor).sequence(record).tokens.tolist() == expected
+    module.configure_model()
+    media = [module.images.load_pixels(file) for file in both.images[:2]]
+    assert len(module.encode(pack_media(media))) == sum(each.rows for each in media)
+
+
+def test_what_is_no_class_of_models_is_not_registered():
+    with pytest.raises(TypeError, match="families = "):
+        flow.models.register(AnyVLM)
+
+
+def test_a_part_that_nobody_asks_for_is_not_built(tmp_path):
+    published(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    read = flow.models.Processor(tmp_path)
+    assert read.tokenizer.token_to_id("<image>") is not None
+    with pytest.raises((OSError, ValueError)):
+        _ = read.images

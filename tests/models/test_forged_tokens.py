@@ -129,7 +129,7 @@ def _joined_by(made: Callable[..., Any], turn: dict[str, Any], tools: Any = None
     from flowtrain_lightning.models.processor_template import ProcessorTemplate
 
     processor, given, _ = made("qwen2_5_vl")
-    template = ProcessorTemplate(given, JOINING, image_words(transformers.Qwen2_5_VLConfig(), given, {}))
+    template = ProcessorTemplate(given, JOINING, image_words("qwen2_5_vl", given, {}))
     turns = [turn, {"role": "assistant", "content": "b"}]
     record = parse({"messages": turns, "tools": tools}, "d.jsonl", 0, Path)
     sequence = template.sequence(record, processor.tokenizer, np.empty(0, np.int64))
