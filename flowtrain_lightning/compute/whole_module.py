@@ -79,6 +79,7 @@ class WholeModuleRunner:
         """Returns the results of ``backbone_step`` for each microbatch."""
         with own_streams():
             outputs = [self._microbatch(batch, number, "predict") for number in range(len(batch.microbatches))]
+        self._compute.end_step()
         return [output for output in outputs if output is not None]
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -114,6 +115,7 @@ class WholeModuleRunner:
         return number * self.trainer.world_size + self.trainer.global_rank
 
     def _agree(self, stage: str) -> StepReport:
+        self._compute.end_step()
         device = self._compute.device if dist.is_initialized() and dist.get_backend() == "nccl" else None
         return self._compute.metrics[stage].agree(False, _sum_over_ranks(device), _gather_over_ranks(device))
 

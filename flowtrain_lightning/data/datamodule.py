@@ -23,6 +23,8 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
+from flowtrain_lightning.data.feature_keeping import FeatureKeeping
+from flowtrain_lightning.data.feature_store import KeepFeatures
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
@@ -102,6 +104,8 @@ class FlowDataModule(L.LightningDataModule):
             ``s3``: ``["az"]``, as ``fsspec`` calls them.
         ignore_columns: fields of records, or endings of files in a tar shard, that are as if they were not there. What
             may mean something and is not read, such as ``label`` or a column of images, is refused otherwise.
+        keep_features: where features of frozen encoders are kept, to be read from the second epoch on, in validation,
+            and by later runs; None: nowhere.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class FlowDataModule(L.LightningDataModule):
         num_workers: int = 0,
         protocols: Sequence[str] = (),
         ignore_columns: Sequence[str] = (),
+        keep_features: KeepFeatures | None = None,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -142,6 +147,12 @@ class FlowDataModule(L.LightningDataModule):
         check_setting(owner, "token_steps", token_steps, TokenSteps | None)
         check_setting(owner, "packing", packing, PackingConfig | None)
         check_setting(owner, "index", index, IndexConfig | None)
+        check_setting(owner, "keep_features", keep_features, KeepFeatures | None)
+        if keep_features is not None and augment is not None:
+            raise ValueError(
+                f"{owner} got keep_features and augment, but augmentation changes pictures by chance in every epoch, "
+                "so none of their features could be used again; leave one of the two out."
+            )
         self.ignore_columns = ignored_names(ignore_columns)
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
@@ -159,6 +170,7 @@ class FlowDataModule(L.LightningDataModule):
         self.augment = augment
         self.num_workers = num_workers
         self.protocols = named_protocols(protocols)
+        self.keep_features = keep_features
         self._seed = seed
         self._tokenizer = tokenizer
         self._sources: dict[str, JoinedSources | StreamSource] = {}
@@ -434,9 +446,17 @@ class FlowDataModule(L.LightningDataModule):
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(getattr(self.trainer, "lightning_module", None), "prepare_media", None),
+            keeping=self._keeping(shard),
         )
         self._loaders.add(loader)
         return loader
+
+    def _keeping(self, shard: RankShard) -> FeatureKeeping | None:
+        fingerprint_of = getattr(getattr(self.trainer, "lightning_module", None), "encoder_fingerprint", None)
+        if self.keep_features is None or fingerprint_of is None:
+            return None
+        read = [(type(each).__qualname__, each.fingerprint) for each in (self.images, self.videos) if each is not None]
+        return FeatureKeeping(self.keep_features, fingerprint(read), shard, fingerprint_of)
 
     def _packing_in_effect(self) -> StepPacking:
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
