@@ -159,6 +159,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         pad_to_budget: fill every microbatch up to the token budget.
         unset_settings: names of settings that the user did not give: a checkpoint's take their place.
         stores: role -> where its features are kept; without the roles whose features are not.
+        shares: a media item that several samples of a step have is encoded once.
     """
 
     samples: SampleLoader
@@ -168,6 +169,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
     pad_to_budget: bool = False
     unset_settings: frozenset[str] = frozenset()
     stores: Mapping[str, FeatureStore] = field(default_factory=dict)
+    shares: bool = True
 
     def __len__(self) -> int:
         if self.sampling.steps is None:
@@ -193,7 +195,10 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             microbatches = packing.arrange(found, sampling.settings, self.shard)
         else:
             chosen = found
-        return packing.plan(self.samples.source.sizes(chosen), chosen, self.shard, microbatches)
+        sizes = self.samples.source.sizes(chosen)
+        if self.samples.augment is not None or not self.shares:  # chance makes two pictures of one
+            sizes = replace(sizes, media_content=None)
+        return packing.plan(sizes, chosen, self.shard, microbatches)
 
     def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The steps as they were when ``state`` was saved, as far as the user has not set otherwise."""
