@@ -19,6 +19,7 @@ _MODULES = {
     "HubDataset": "flowtrain_lightning.data",
     "ImageProcessor": "flowtrain_lightning.data",
     "IndexConfig": "flowtrain_lightning.data",
+    "KeepFeatures": "flowtrain_lightning.data",
     "LoadedMedia": "flowtrain_lightning.data",
     "Mixture": "flowtrain_lightning.data",
     "PackedBatch": "flowtrain_lightning.data",

@@ -10,6 +10,7 @@ from flowtrain_lightning.data import GivenTokens as GivenTokens
 from flowtrain_lightning.data import HubDataset as HubDataset
 from flowtrain_lightning.data import ImageProcessor as ImageProcessor
 from flowtrain_lightning.data import IndexConfig as IndexConfig
+from flowtrain_lightning.data import KeepFeatures as KeepFeatures
 from flowtrain_lightning.data import LoadedMedia as LoadedMedia
 from flowtrain_lightning.data import Mixture as Mixture
 from flowtrain_lightning.data import PackedBatch as PackedBatch

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
 from flowtrain_lightning.checkpoint import plain_file
+from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
@@ -112,6 +113,7 @@ class FlowModule(L.LightningModule):
         self._unfilled: dict[str, UnfilledWeights] = {}
         self._runner: StepRunner | None = None
         self._logging = _LoggingPlace()
+        self._fingerprints = EncoderFingerprints(self)
         self._checked = False
         self.conditional_modules: tuple[str, ...] = ()  # which only some samples run, as the packing check found
 
@@ -436,6 +438,15 @@ class FlowModule(L.LightningModule):
         """Before others train them: what this rank had of them, if it was whole, would become stale."""
         drop_absent_roles(self, self._local_roles)
         self._built = self._local_roles
+
+    def encoder_fingerprint(self, role: str) -> str:
+        """A name of all that an encoder's features follow from beside pixels; see `FlowDataModule(keep_features=...)`.
+
+        Raises:
+            FeaturesNotKept: they do not follow from the pixels alone.
+        """
+        trainer = self.trainer
+        return self._fingerprints.of(role, (trainer.precision, trainer.strategy.root_device.type, self.dtype))
 
     def mark_checked(self) -> None:
         """Says that it needs no packing check: it is a copy that is being checked."""

@@ -18,6 +18,7 @@ NEEDED = {
     CostModel: {"linear": 1.0, "quadratic": 0.0, "constant": 0.0},
     flow.TokenSteps: {"microbatches": 4},
     flow.FlowDataModule: {"token_budget": 8, "global_batch_size": 2},
+    flow.KeepFeatures: {"folder": "kept"},
 }
 """What a class must be given."""
 
@@ -33,6 +34,7 @@ RIGHT = {
     "max_delay": (0,),
     "fps": (2.5,),
     "cache_dir": ("many",),
+    "folder": ("many",),
     "profile": ("many",),
     **dict.fromkeys(("linear", "quadratic", "constant"), (0, 2.5)),
 }
@@ -42,6 +44,7 @@ DATACLASSES = (
     flow.PoolSettings,
     flow.RoleLayout,
     flow.IndexConfig,
+    flow.KeepFeatures,
     flow.PackingConfig,
     flow.TokenSteps,
     flow.ImageProcessor,
@@ -58,7 +61,7 @@ SETTINGS = [(kind, field.name) for kind in DATACLASSES for field in fields(kind)
         ),
         (
             flow.FlowDataModule,
-            "token_budget global_batch_size seed shuffle num_workers token_steps packing index",
+            "token_budget global_batch_size seed shuffle num_workers token_steps packing index group_by keep_features",
         ),
     )
     for name in names.split()

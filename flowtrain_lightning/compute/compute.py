@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.compute.copy_stream import CopyStream
+from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
@@ -152,6 +154,7 @@ class Compute:
         self._convert_input = trainer.precision_plugin.convert_input
         self._trunk = module.role_graph.trunk
         self._context_check = self._make_context_check()
+        self._kept = KeptFeatures(module)
 
     def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
         """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
@@ -167,10 +170,17 @@ class Compute:
             ValueError: it returned another number of rows than the plan promises, or rows that take more bytes than
                 when it was first tried.
         """
+        if media.kept is not None:
+            enter, encode = (partial(each, role, *step, number) for each in (enter_stream, self._encode))
+            return self._kept.features(role, media, enter, encode, self.device)
+        return self._encode(role, *step, number, media)
+
+    def _encode(self, role: str, epoch: int, step: int, number: int, media: PackedMedia) -> tuple[Tensor, ...]:
+        """The features of media items of which none is kept; see `encode`."""
         if media.pixels.device != self.device:
             media = self._fetched(media)
         media = media.with_patches(self._convert_input(media.patches))
-        enter_stream(role, *step, number)
+        enter_stream(role, epoch, step, number)
         with self._module.logging_refused("encode"):
             output = self._call(role, self._module.encode, media)
         features = output if isinstance(output, tuple) else (output,)
@@ -296,8 +306,9 @@ class Compute:
         self._engines[role].send_gradients()
 
     def end_step(self) -> None:
-        """No forward or backward is left in the step: what was kept for them is dropped."""
+        """No forward or backward is left in the step: what was kept for them is dropped, and features are on disk."""
         self._casts.clear()
+        self._kept.flush()
 
     def _fetched(self, packed: _Packed) -> _Packed:
         """A microbatch or an encoder batch on this device, for which the computing stream waits."""

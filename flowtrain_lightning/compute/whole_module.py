@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
+from flowtrain_lightning.compute.shared_features import SharedFeatures
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
@@ -57,11 +58,14 @@ class WholeModuleRunner:
         for engine in self._engines.values():
             engine.begin_step()
         final = max((n for n, packed in enumerate(batch.microbatches) if packed is not None), default=-1)
+        shared = self._shared_features(batch)
         with own_streams():
             for number in range(len(batch.microbatches)):
-                loss = self._microbatch(batch, number, "train")
+                loss = self._microbatch(batch, number, "train", shared)
                 if loss is not None and loss.requires_grad:
                     self._compute.backward(self._graph.trunk, (loss,), (torch.ones_like(loss),), last=number == final)
+                if shared is not None:
+                    shared.give_back(number)
         report = self._agree("train")
         for engine in self._engines.values():
             engine.finish_gradients(1 / max(report.tokens, 1))
@@ -70,15 +74,18 @@ class WholeModuleRunner:
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
         """All microbatches forward, without gradients; returns the mean loss over target tokens."""
         self._compute.metrics[stage].clear()
+        shared = self._shared_features(batch)
         with own_streams():
             for number in range(len(batch.microbatches)):
-                self._microbatch(batch, number, stage)
+                self._microbatch(batch, number, stage, shared)
         return self._module.log_report(stage, self._agree(stage))
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
         """Returns the results of ``backbone_step`` for each microbatch."""
+        shared, numbers = self._shared_features(batch), range(len(batch.microbatches))
         with own_streams():
-            outputs = [self._microbatch(batch, number, "predict") for number in range(len(batch.microbatches))]
+            outputs = [self._microbatch(batch, number, "predict", shared) for number in numbers]
+        self._compute.end_step()
         return [output for output in outputs if output is not None]
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -89,12 +96,17 @@ class WholeModuleRunner:
         """The value itself: under plain Lightning every rank has results of its own."""
         return value
 
-    def _microbatch(self, batch: StepBatch, number: int, stage: str) -> Any:
+    def _microbatch(self, batch: StepBatch, number: int, stage: str, shared: SharedFeatures | None) -> Any:
         packed = batch.microbatches[number]
         if packed is None:
             return None
-        step, features = (batch.epoch, batch.step), self._features(batch, number)
+        step = batch.epoch, batch.step
+        features = self._features(batch, number) if shared is None else shared.of(number)
         return self._compute.microbatch(packed, features, stage=stage, step=step, number=self._stream(number))
+
+    def _shared_features(self, batch: StepBatch) -> SharedFeatures | None:
+        """The features of a step whose samples have media items in common; None where each microbatch has its own."""
+        return None if batch.plan.encoded_as is None else SharedFeatures(self._compute, batch, self._stream)
 
     def _features(self, batch: StepBatch, number: int) -> Features:
         """The features that a microbatch reads: those of its encoder batches of one modality, one after another."""
@@ -114,6 +126,7 @@ class WholeModuleRunner:
         return number * self.trainer.world_size + self.trainer.global_rank
 
     def _agree(self, stage: str) -> StepReport:
+        self._compute.end_step()
         device = self._compute.device if dist.is_initialized() and dist.get_backend() == "nccl" else None
         return self._compute.metrics[stage].agree(False, _sum_over_ranks(device), _gather_over_ranks(device))
 

@@ -5,7 +5,8 @@ records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py
 `sample_tokens.py` make tokens of it, `image_files.py` and `image_processor.py`, `video_files.py` and
 `video_processor.py` patches; `measuring.py` and `index.py` know sizes; `sampler.py` and `token_stream.py` say which
 samples are in a step; `step_packing.py` and `dataset.py` plan and load one rank's shard of it; `dataloader.py` gives it
-out, with `workers.py` and `worker_channels.py` where other processes load.
+out, with `workers.py` and `worker_channels.py` where other processes load. `feature_store.py` keeps what frozen
+encoders made of media.
 """
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch
@@ -14,6 +15,7 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.dataloader import LOADING_THREAD, StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
 from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.feature_store import FeaturesNotKept, FeatureStore, KeepFeatures
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.image_files import ImageError
@@ -45,7 +47,9 @@ __all__ = [
     "Clip",
     "DataError",
     "Entry",
+    "FeatureStore",
     "Features",
+    "FeaturesNotKept",
     "FlowDataModule",
     "GivenTokens",
     "HubDataset",
@@ -55,6 +59,7 @@ __all__ = [
     "IndexedSource",
     "JoinedSources",
     "JsonFile",
+    "KeepFeatures",
     "LoadedMedia",
     "MediaError",
     "Mixture",

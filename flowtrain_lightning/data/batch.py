@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.data.kept_rows import KeptRows
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.role_graph import ROLES, RoleGraph, graph_of
 from flowtrain_lightning.packing.step_graph import Meeting, any_binds
@@ -153,6 +154,8 @@ class PackedMedia:
         normalisation: ``[3, patch_dim]`` float32: divisor, mean and deviation of each number of a patch; None where
             ``pixels`` are normalised already.
         clips: ``[media items]`` what each video is in time, None of an image; ``()`` where all are images.
+        kept: of a batch whose features are kept, all its media items; the other fields are then those of the ones that
+            have to be encoded, perhaps none.
     """
 
     modality: str
@@ -165,6 +168,7 @@ class PackedMedia:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     normalisation: Tensor | None = None
     clips: tuple[Clip | None, ...] = ()
+    kept: KeptRows | None = None
 
     @cached_property
     def patches(self) -> Tensor:

@@ -72,6 +72,11 @@ def padding_microbatch() -> PackedBatch:
     )
 
 
+def no_media(modality: str) -> PackedMedia:
+    """An encoder batch with nothing to encode."""
+    return PackedMedia(modality, torch.empty(0, 0), _boundaries([]), torch.empty(0, 2, dtype=torch.int64), 0, ())
+
+
 def pack_media(items: Sequence[LoadedMedia]) -> PackedMedia:
     """One encoder batch of at least one media item; all are of one modality."""
     shared = items[0].normalisation

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from flowtrain_lightning.data.batch import PackedMedia, StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.feature_keeping import FeatureKeeping
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.data.workers import SharedMemoryBatch, WorkerStart, fork_lock, telling_full_memory
@@ -54,6 +55,7 @@ class StepLoader:
         pin_memory: batches lie in page-locked memory.
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
         prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
+        keeping: says, when an epoch begins, where features are kept; None: nowhere.
     """
 
     batch_sampler = None
@@ -68,6 +70,7 @@ class StepLoader:
         pin_memory: bool = False,
         prepare: Prepare | None = None,
         prepare_media: PrepareMedia | None = None,
+        keeping: FeatureKeeping | None = None,
     ) -> None:
         self.steps = steps
         self.sampler = StepSampler(steps.sampling.steps, steps.packing)
@@ -80,6 +83,7 @@ class StepLoader:
         self._pin_memory = pin_memory
         self._prepare = prepare
         self._prepare_media = partial(_with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
+        self._keeping = keeping
         self._loader: DataLoader[SharedMemoryBatch | None] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -204,6 +208,9 @@ class StepLoader:
         self._resume = None
         self._done = _Position(epoch, self.sampler.first, self._done.stream)
         self._delivered_last = None
+        if self._keeping is not None and (stores := self._keeping.stores()) != self.steps.stores:
+            self._loader = None  # its workers know the former ones
+            self.steps = replace(self.steps, stores=stores)
         return self._iterate()
 
     def _start_next_epoch(self) -> Iterator[SharedMemoryBatch | None] | None:
@@ -249,9 +256,13 @@ class StepLoader:
                 "by itself, and needs as much more memory. Let images and videos be smaller (ImageProcessor(max_pixels="
                 "...)), or raise FlowDataModule(encoder_budget=...) and the memory that is planned for it."
             )
+        if self._keeping is not None:
+            self._keeping.count(delivery.batch.encoder_batches)
         position = _Position(delivery.batch.epoch, delivery.batch.step + 1, delivery.stream)
         if self.sampler.steps is not None:
             self._done = position
+            if self._keeping is not None and position.step == self.sampler.steps:
+                self._keeping.end_epoch()
             return
         # Whoever does not know how many batches come asks for the next one before he trains on the one that he has.
         self._done = self._delivered_last or self._done
@@ -360,8 +371,8 @@ def _next_batch(
 
 
 def _with_inputs(prepare: PrepareMedia, pin_memory: bool, media: PackedMedia | None) -> PackedMedia | None:
-    if media is None:
-        return None
+    if media is None or not media.rows:
+        return media
     inputs = prepare(media)
     return replace(media, inputs={name: one.pin_memory() for name, one in inputs.items()} if pin_memory else inputs)
 

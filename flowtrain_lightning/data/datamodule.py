@@ -23,12 +23,15 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
+from flowtrain_lightning.data.feature_keeping import FeatureKeeping
+from flowtrain_lightning.data.feature_store import KeepFeatures
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
+from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
@@ -37,7 +40,7 @@ from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of,
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
-from flowtrain_lightning.data.step_sizing import Steps, StepSizing, TokenSteps
+from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
@@ -102,6 +105,11 @@ class FlowDataModule(L.LightningDataModule):
             ``s3``: ``["az"]``, as ``fsspec`` calls them.
         ignore_columns: fields of records, or endings of files in a tar shard, that are as if they were not there. What
             may mean something and is not read, such as ``label`` or a column of images, is refused otherwise.
+        group_by: ``"media"`` lets training samples of one picture come in one step, which encodes it once, as far as
+            steps have room for them; where ``token_steps`` fill microbatches, some come a few steps later. Samples of a
+            step are then less unlike, and the log says how many it concerns. None: each sample by itself.
+        keep_features: where features of frozen encoders are kept, to be read from the second epoch on, in validation,
+            and by later runs; None: nowhere.
     """
 
     def __init__(
@@ -127,6 +135,8 @@ class FlowDataModule(L.LightningDataModule):
         num_workers: int = 0,
         protocols: Sequence[str] = (),
         ignore_columns: Sequence[str] = (),
+        group_by: GroupBy | None = None,
+        keep_features: KeepFeatures | None = None,
     ) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -142,6 +152,13 @@ class FlowDataModule(L.LightningDataModule):
         check_setting(owner, "token_steps", token_steps, TokenSteps | None)
         check_setting(owner, "packing", packing, PackingConfig | None)
         check_setting(owner, "index", index, IndexConfig | None)
+        check_setting(owner, "group_by", group_by, GroupBy | None)
+        check_setting(owner, "keep_features", keep_features, KeepFeatures | None)
+        if keep_features is not None and augment is not None:
+            raise ValueError(
+                f"{owner} got keep_features and augment, but augmentation changes pictures by chance in every epoch, "
+                "so none of their features could be used again; leave one of the two out."
+            )
         self.ignore_columns = ignored_names(ignore_columns)
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
@@ -159,6 +176,8 @@ class FlowDataModule(L.LightningDataModule):
         self.augment = augment
         self.num_workers = num_workers
         self.protocols = named_protocols(protocols)
+        self.group_by = group_by
+        self.keep_features = keep_features
         self._seed = seed
         self._tokenizer = tokenizer
         self._sources: dict[str, JoinedSources | StreamSource] = {}
@@ -253,7 +272,8 @@ class FlowDataModule(L.LightningDataModule):
         except DataError as error:  # too few for a step: the loader refuses that, an index is as good as any
             return [*told, f"{stage}: {error}"]
         assert not isinstance(steps, StreamSteps), "only a stream has these"
-        return [*told, f"{stage}: {steps.summary}"]
+        grouped = [f"{stage}: {MediaGroups.of(opened).summary}."] if self.group_by and stage == "train" else []
+        return [*told, f"{stage}: {steps.summary}", *grouped]
 
     def setup(self, stage: str | None = None) -> None:
         """Open the indexes of a stage; every rank does.
@@ -353,7 +373,7 @@ class FlowDataModule(L.LightningDataModule):
             "template",
         )
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
-        settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing")}
+        settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing", "group_by")}
         settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint, "protocols": sorted(self.protocols)}
         settings["ignore_columns"] = sorted(self.ignore_columns)
         if "train" in self.files:
@@ -434,9 +454,17 @@ class FlowDataModule(L.LightningDataModule):
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(getattr(self.trainer, "lightning_module", None), "prepare_media", None),
+            keeping=self._keeping(shard),
         )
         self._loaders.add(loader)
         return loader
+
+    def _keeping(self, shard: RankShard) -> FeatureKeeping | None:
+        fingerprint_of = getattr(getattr(self.trainer, "lightning_module", None), "encoder_fingerprint", None)
+        if self.keep_features is None or fingerprint_of is None:
+            return None
+        read = [(type(each).__qualname__, each.fingerprint) for each in (self.images, self.videos) if each is not None]
+        return FeatureKeeping(self.keep_features, fingerprint(read), shard, fingerprint_of)
 
     def _packing_in_effect(self) -> StepPacking:
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
@@ -444,7 +472,12 @@ class FlowDataModule(L.LightningDataModule):
     def _steps(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
         """Which samples are in each step of a stage."""
         sizing = StepSizing(
-            self.token_budget, self._packing_in_effect().cost, self.global_batch_size, self.token_steps, self.seed
+            self.token_budget,
+            self._packing_in_effect().cost,
+            self.global_batch_size,
+            self.token_steps,
+            self.seed,
+            self.group_by,
         )
         if stage != "train":
             return sizing.in_order(stage, source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,16 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from flowtrain_lightning.data.batch import PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.collate import pack_media, pack_sequences, padding_microbatch
+from flowtrain_lightning.data.collate import no_media, pack_media, pack_sequences, padding_microbatch
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.feature_store import FeatureStore
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
+from flowtrain_lightning.data.kept_rows import KeptRows
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
 from flowtrain_lightning.data.measuring import unusable
+from flowtrain_lightning.data.media_content import content_name
 from flowtrain_lightning.data.media_files import MediaError, VideoFile
 from flowtrain_lightning.data.media_status import refuse_rewritten
 from flowtrain_lightning.data.sample_tokens import token_sequence
@@ -121,6 +124,23 @@ class SampleLoader:
             )
         return loaded
 
+    def content(self, record: Record, number: int) -> str:
+        """A name of one media item's content, by which its features are kept.
+
+        Args:
+            record: the sample's record.
+            number: the media item's number in the record.
+
+        Raises:
+            DataError: the media item cannot be read, or is another one than was measured.
+        """
+        item = record.media[number]
+        refuse_rewritten(item, number, record)
+        try:
+            return content_name(item, alone=len(record.media) == 1)
+        except MediaError as error:
+            raise unusable(item, record, error) from error
+
     def _augmentation(self, sample: int, number: int, epoch: int) -> Callable[[Image], Image] | None:
         if self.augment is None:
             return None
@@ -138,6 +158,8 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         packing: how samples are packed, where the loader says nothing else.
         pad_to_budget: fill every microbatch up to the token budget.
         unset_settings: names of settings that the user did not give: a checkpoint's take their place.
+        stores: role -> where its features are kept; without the roles whose features are not.
+        shares: a media item that several samples of a step have is encoded once.
     """
 
     samples: SampleLoader
@@ -146,6 +168,8 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
     packing: StepPacking
     pad_to_budget: bool = False
     unset_settings: frozenset[str] = frozenset()
+    stores: Mapping[str, FeatureStore] = field(default_factory=dict)
+    shares: bool = True
 
     def __len__(self) -> int:
         if self.sampling.steps is None:
@@ -171,7 +195,10 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             microbatches = packing.arrange(found, sampling.settings, self.shard)
         else:
             chosen = found
-        return packing.plan(self.samples.source.sizes(chosen), chosen, self.shard, microbatches)
+        sizes = self.samples.source.sizes(chosen)
+        if self.samples.augment is not None or not self.shares:  # chance makes two pictures of one
+            sizes = replace(sizes, media_content=None)
+        return packing.plan(sizes, chosen, self.shard, microbatches)
 
     def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The steps as they were when ``state`` was saved, as far as the user has not set otherwise."""
@@ -201,14 +228,14 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             )
         if shard.encoder_members:
             encoder_batches = tuple(
-                self._encoder_batch(plan, items, epoch, record_of)
+                self._encoder_batch(plan, items, epoch, record_of, shard.role_of(member))
                 for member in shard.encoder_members
                 for items in plan.encoder_batches[member]
             )
             for role in map(shard.role_of, shard.encoder_members):
                 if shard.meeting(role).passes and len(media := _encoded_by(role, shard, plan.sizes)):
                     smallest = media[[plan.sizes.media_patches[media].argmin()]]
-                    padding = self._encoder_batch(plan, smallest, epoch, record_of)
+                    padding = self._encoder_batch(plan, smallest, epoch, record_of, role)
                     assert padding is not None
                     padding_media[role] = padding
         return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
@@ -246,26 +273,30 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         )
 
     def _encoder_batch(
-        self, plan: StepPlan, items: IntArray, epoch: int, record_of: Callable[[int], Record]
+        self, plan: StepPlan, items: IntArray, epoch: int, record_of: Callable[[int], Record], role: str
     ) -> PackedMedia | None:
         if len(items) == 0:
             return None
         owners = plan.sizes.media_sample[items]
         numbers = items - plan.sizes.media_start[owners]
         samples = plan.samples[owners]
-        rows = plan.sizes.media_rows[items]
-        loaded = [
-            self.samples.media(record_of(sample), sample, number, count, epoch)
-            for sample, number, count in zip(samples.tolist(), numbers.tolist(), rows.tolist(), strict=True)
-        ]
-        modality = plan.sizes.modality_of(items[0])
+        rows = plan.sizes.media_rows[items].tolist()
+        wanted = list(zip(map(record_of, samples.tolist()), samples.tolist(), numbers.tolist(), rows, strict=True))
+        modality, kept = plan.sizes.modality_of(items[0]), None
+        if (store := self.stores.get(role)) is not None:
+            kept = KeptRows.found(
+                store, [self.samples.content(record, number) for record, _, number, _ in wanted], rows
+            )
+            wanted = [wanted[place] for place in kept.missing]
+        loaded = [self.samples.media(*each, epoch) for each in wanted]
         other = next((found.modality for found in loaded if found.modality != modality), None)
         if other is not None:
             raise DataError(
                 f"A media item is loaded as {other!r}, but the sizes of its source say {modality!r} "
                 "(SampleSizes.media_modality). Say the same in both."
             )
-        return pack_media(loaded)
+        packed = pack_media(loaded) if loaded else no_media(modality)
+        return packed if kept is None else replace(packed, kept=kept)
 
 
 def _encoded_by(role: str, shard: RankShard, sizes: SampleSizes) -> IntArray:

@@ -19,6 +19,7 @@ from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia
+from flowtrain_lightning.data.media_content import content_numbers
 from flowtrain_lightning.data.media_files import MediaAddress, MediaError, MediaFile, VideoFile
 from flowtrain_lightning.data.media_status import MediaStatus
 from flowtrain_lightning.data.sample_tokens import token_sequence
@@ -29,7 +30,7 @@ from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class MeasuredMedia(NamedTuple):
         usable: all of them can be used; else they are left out here.
         animated: how many are animated images.
         status: their files.
+        content: ``[media items]`` equal numbers for equal media items, see `SampleSizes`.
     """
 
     patches: IntArray
@@ -111,6 +113,13 @@ class MeasuredMedia(NamedTuple):
     usable: bool
     animated: int
     status: MediaStatus
+    content: IntArray
+
+    @classmethod
+    def none(cls, *, usable: bool) -> MeasuredMedia:
+        """That of a record without media, or of one whose media cannot be used."""
+        nothing = np.empty(0, np.int64)
+        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing)
 
 
 class _Size(NamedTuple):
@@ -156,11 +165,11 @@ def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> M
             sizes.append(_measured(item, record, measure))
         except MediaError as error:
             if measure.unreadable == "drop":
-                nothing = np.empty(0, np.int64)
-                return MeasuredMedia(nothing, nothing, False, 0, MediaStatus.none())
+                return MeasuredMedia.none(usable=False)
             raise unusable(item, record, error) from error
     table = np.asarray(sizes, np.int64).reshape(-1, 3)
-    return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()), status)
+    content = content_numbers(record.files, status, alone=len(record.media) == 1)
+    return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()), status, content)
 
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
@@ -213,10 +222,10 @@ def measure_records(
     records = [measure.reaching(record) for record in records]
     with_media = threads.map(lambda record: measured_media(record, measure, folder), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
-    usable, columns, rows, patches = [], [], [nothing], [nothing]
+    usable, columns, rows, patches, content = [], [], [nothing], [nothing], [nothing]
     animated, status = 0, []
     for record in records:
-        media = next(with_media) if record.media else MeasuredMedia(nothing, nothing, True, 0, MediaStatus.none())
+        media = next(with_media) if record.media else MeasuredMedia.none(usable=True)
         tokens = targets = items = 0
         if media.usable:
             sequence = measure.sequence(record, media.rows)
@@ -226,6 +235,7 @@ def measure_records(
         columns.append((tokens, targets, items))
         rows.append(media.rows[:items])
         patches.append(media.patches[:items])
+        content.append(media.content[:items])
         status.append(media.status.first(items))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
     sizes = SampleSizes(
@@ -234,6 +244,7 @@ def measure_records(
         media_start=np.concatenate([[0], np.cumsum(table[2])]).astype(np.int64),
         media_rows=np.concatenate(rows),
         media_patches=np.concatenate(patches),
+        media_content=np.concatenate(content),
     )
     return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated, MediaStatus.joined(status))
 
@@ -249,6 +260,16 @@ def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:
         media_rows=np.concatenate([nothing, *(part.media_rows for part in parts)]),
         media_patches=np.concatenate([nothing, *(part.media_patches for part in parts)]),
         media_modality=_joined_modalities(parts),
+        media_content=_joined_content(parts),
+    )
+
+
+def _joined_content(parts: Sequence[SampleSizes]) -> IntArray | None:
+    if all(part.media_content is None for part in parts):
+        return None
+    unknown = (np.full(len(part.media_rows), -1) for part in parts)
+    return np.concatenate(
+        [some if part.media_content is None else part.media_content for part, some in zip(parts, unknown, strict=True)]
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import SequentialSampler
 
+from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.step_packing import CostChange, StepPacking
 from flowtrain_lightning.packing import IntArray
 
@@ -31,6 +32,7 @@ class Sampling:
         seed: of all permutations.
         shuffle: False keeps the order of the sources.
         drop_last: leave out an epoch's last step if it would be smaller; shuffled, other samples fall out each time.
+        groups: samples that come side by side; None: each by itself.
     """
 
     lengths: tuple[int, ...]
@@ -39,6 +41,7 @@ class Sampling:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    groups: MediaGroups | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -87,9 +90,15 @@ class Sampling:
 
     def state_dict(self) -> dict[str, Any]:
         """What decides which samples are in a step, beside the data; in JSON types."""
-        settings = asdict(self)
-        del settings["lengths"]
-        return {"batch_unit": "samples", **settings, "weights": self.weights and list(self.weights)}
+        settings = asdict(replace(self, groups=None))
+        del settings["lengths"], settings["groups"]
+        weights = self.weights and list(self.weights)
+        return {"batch_unit": "samples", **settings, "weights": weights, **self.grouping}
+
+    @property
+    def grouping(self) -> dict[str, str]:
+        """The part of a checkpoint that says how samples are grouped."""
+        return {} if self.groups is None else {"group_by": "media"}
 
     def step(self, epoch: int, step: int) -> IntArray:
         """``[global_batch_size]``, or fewer in an epoch's last step: its samples, counted over the sources in order."""
@@ -119,6 +128,8 @@ def epoch_order(sampling: Sampling, epoch: int) -> IntArray:
         else:
             mixed = np.argsort(np.concatenate(fractions), kind="stable")
         samples = samples[mixed]
+    if sampling.groups is not None:
+        samples = sampling.groups.ordered(samples, sampling.global_batch_size)
     samples.flags.writeable = False
     return samples
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
@@ -20,6 +22,9 @@ from flowtrain_lightning.data.token_stream import TokenStream
 from flowtrain_lightning.packing import CostModel, IntArray, PackingError
 from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
 from flowtrain_lightning.packing.setting_values import check_settings
+
+GroupBy = Literal["media"]
+"""Something that samples of one step may have in common."""
 
 Steps = Sampling | TokenStream | StreamSteps
 """The steps of all epochs of a stage."""
@@ -69,6 +74,7 @@ class StepSizing:
         global_batch_size: samples of a step; None takes as many as fill a training step's microbatches on average.
         token_steps: of how many microbatches training steps are; None makes them of ``global_batch_size`` samples.
         seed: of the order.
+        group_by: what training samples have in common that come in one step; None: nothing.
     """
 
     token_budget: int
@@ -76,6 +82,7 @@ class StepSizing:
     global_batch_size: int | None
     token_steps: TokenSteps | None
     seed: int
+    group_by: GroupBy | None = None
 
     def training(self, source: JoinedSources | StreamSource, *, shuffle: bool) -> Steps:
         """The steps of training.
@@ -85,14 +92,18 @@ class StepSizing:
             shuffle: samples come in another order each epoch.
 
         Raises:
-            DataError: balance groups do not divide the microbatches, or the data do not fill a step.
+            DataError: balance groups do not divide the microbatches, the data do not fill a step, or samples cannot be
+                grouped.
         """
+        if self.group_by is not None and isinstance(source, StreamSource):
+            raise DataError("group_by='media' was given, but a stream is read in its own order; leave group_by out.")
         if isinstance(source, StreamSource):
             cut = self._samples(source) if self.token_steps is None else self._cut()
             return StreamSteps(source, cut, drop_last=True)
         if self.token_steps is None:
             return self._in_samples("train", source, self._samples(source), shuffle=shuffle, training=True)
-        order = Sampling(source.lengths, 1, weights=source.weights, seed=self.seed, shuffle=shuffle)
+        groups = self._groups(source)
+        order = Sampling(source.lengths, 1, source.weights, self.seed, shuffle=shuffle, groups=groups)
         tokens = _tokens(source)
         stream = TokenStream(order, tokens, self._cut(tokens.sum()))
         if stream.steps == 0 and self.token_steps.microbatches is None:
@@ -118,12 +129,15 @@ class StepSizing:
         return self._in_samples(stage, source, self._samples(source), shuffle=False, training=False)
 
     def _in_samples(self, stage: str, source: JoinedSources, size: int, *, shuffle: bool, training: bool) -> Sampling:
-        weights = source.weights if training else None
-        sampling = Sampling(source.lengths, size, weights, self.seed, shuffle=shuffle, drop_last=training)
+        weights, groups = (source.weights, self._groups(source)) if training else (None, None)
+        sampling = Sampling(source.lengths, size, weights, self.seed, shuffle, drop_last=training, groups=groups)
         if sampling.steps == 0:
             too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={size}"
             raise DataError(f"{too_few}, so no step would be left; lower it.")
         return sampling
+
+    def _groups(self, source: JoinedSources) -> MediaGroups | None:
+        return None if self.group_by is None else MediaGroups.of(source)
 
     def _samples(self, source: JoinedSources | StreamSource) -> int:
         """Those of a step that has a number of samples."""

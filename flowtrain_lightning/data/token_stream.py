@@ -102,7 +102,7 @@ class TokenStream:
         weights = self._sampling.weights and list(self._sampling.weights)
         order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
         found = {"steps_of_an_epoch": self.steps, "sizes_of_samples": self._sizes}
-        return {"batch_unit": "tokens", **found, **order, **asdict(self.settings)}
+        return {"batch_unit": "tokens", **found, **order, **self._sampling.grouping, **asdict(self.settings)}
 
     @cached_property
     def _sizes(self) -> str:

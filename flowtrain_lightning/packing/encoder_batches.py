@@ -24,6 +24,7 @@ def pack_encoder_batches(
     costs: FloatArray,
     backbone_rank: IntArray,
     position: IntArray,
+    media: IntArray | None = None,
     *,
     encoder_ranks: int,
     colocated_lanes: Sequence[tuple[int, int]] = (),
@@ -43,6 +44,7 @@ def pack_encoder_batches(
         costs: ``[media items]`` what encoding each costs, in any unit.
         backbone_rank: ``[media items]`` who reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
+        media: the numbers of those that are encoded; None: all.
         encoder_ranks: ranks of the encoder role.
         colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
             media items are encoded unless balance moves them; where several processes share a backbone rank's
@@ -59,6 +61,8 @@ def pack_encoder_batches(
         ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number; and
         none is cut yet, see `within_budget`.
     """
+    media = np.arange(len(costs), dtype=np.int64) if media is None else media
+    costs, backbone_rank, position = costs[media], backbone_rank[media], position[media]
     order = np.lexsort((-costs, position))
     reads = np.full(encoder_ranks, -1)
     for encoder, reader in colocated_lanes:
@@ -75,7 +79,7 @@ def pack_encoder_batches(
     batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
     for batch in np.split(by_batch, np.flatnonzero(changes) + 1):
         if len(batch):
-            batches[int(encoder_rank[batch[0]])].append(batch)
+            batches[int(encoder_rank[batch[0]])].append(media[batch])
     return tuple(tuple(of_rank) for of_rank in batches)
 
 
@@ -83,6 +87,7 @@ def pack_batches_of_encoders(
     costs: FloatArray,
     backbone_rank: IntArray,
     position: IntArray,
+    media: IntArray,
     *,
     sizes: SampleSizes,
     encoders: Sequence[tuple[str, int]],
@@ -95,6 +100,7 @@ def pack_batches_of_encoders(
         costs: ``[media items]`` what encoding each costs; those of two modalities are never compared.
         backbone_rank: ``[media items]`` who reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
+        media: the numbers of those that are encoded.
         sizes: say of which modality each media item is.
         encoders: modality and ranks of each encoder.
         encoder_nodes: the node of each encoder rank; ``()`` where there is one.
@@ -105,36 +111,38 @@ def pack_batches_of_encoders(
     """
     batches: list[tuple[IntArray, ...]] = []
     for modality, ranks in encoders:
-        media = sizes.of_modality(modality)
         found = pack_encoder_batches(
-            costs[media],
-            backbone_rank[media],
-            position[media],
+            costs,
+            backbone_rank,
+            position,
+            np.intersect1d(sizes.of_modality(modality), media, assume_unique=True),
             encoder_ranks=ranks,
             encoder_nodes=encoder_nodes[len(batches) : len(batches) + ranks],
             backbone_nodes=backbone_nodes,
         )
-        batches += [tuple(media[batch] for batch in of_rank) for of_rank in found]
+        batches += found
     return tuple(batches)
 
 
-def local_encoder_batches(backbone_rank: IntArray, position: IntArray, *, ranks: int, positions: int) -> EncoderBatches:
+def local_encoder_batches(
+    backbone_rank: IntArray, position: IntArray, media: IntArray | None = None, *, ranks: int, positions: int
+) -> EncoderBatches:
     """Encode where it is read: batch ``i`` of rank ``r`` holds the media items of microbatch ``i`` of rank ``r``.
 
     Args:
         backbone_rank: ``[media items]`` who reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
+        media: the numbers of those that are encoded; None: all.
         ranks: ranks, each of which encodes and reads.
         positions: microbatches of each rank.
 
     Returns:
         ``[rank][position]`` -> media item numbers; some batches may be empty.
     """
+    media = np.arange(len(position), dtype=np.int64) if media is None else media
+    rank_of, position_of = backbone_rank[media], position[media]
     return tuple(
-        tuple(
-            np.flatnonzero((backbone_rank == rank) & (position == number)).astype(np.int64)
-            for number in range(positions)
-        )
+        tuple(media[(rank_of == rank) & (position_of == number)] for number in range(positions))
         for rank in range(ranks)
     )
 

@@ -121,12 +121,13 @@ def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) 
     (producer,) = [lanes[member] for member in members if rules.produces(member[0])]
     (consumer,) = [lanes[member] for member in members if not rules.produces(member[0])]
     (role,) = [role for role, _ in members if rules.produces(role)]
-    due = [batch.turn[0] for batch in producer.batches]
+    due, until = [batch.turn[0] for batch in producer.batches], [batch.read_until for batch in producer.batches]
     kept = max(1, rules.in_flight.get(role, len(producer.batches)))
     trains = any(batch.backward > 0 for batch in producer.batches)
-    passes = lockstep_order(due, kept)[0] if trains else producer.order
+    passes = lockstep_order(due, kept, until)[0] if trains else producer.order
     of_producer = [
-        (Due(kind, due[number]), work) for (kind, number), work in zip(passes, producer.works(passes), strict=True)
+        (Due(kind, (due if kind == "forward" else until)[number]), work)
+        for (kind, number), work in zip(passes, producer.works(passes), strict=True)
     ]
     of_consumer: list[list[int]] = [[] for _ in consumer.batches]
     for (_, position), number in zip(consumer.order, consumer.works(consumer.order), strict=True):

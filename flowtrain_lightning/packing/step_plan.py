@@ -50,6 +50,8 @@ class SampleSizes:
         media_rows: ``[media items]`` rows of features, that is backbone tokens, of each media item.
         media_patches: ``[media items]`` encoder patches of each media item.
         media_modality: ``[media items]`` the modality of each, for example ``"audio"``; None where all are images.
+        media_content: ``[media items]`` equal numbers for equal content, which is encoded once a step; -1 where it is
+            not known. None where it is of none.
     """
 
     tokens: IntArray
@@ -58,6 +60,7 @@ class SampleSizes:
     media_rows: IntArray
     media_patches: IntArray
     media_modality: NameArray | None = None
+    media_content: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,6 +69,18 @@ class SampleSizes:
     def media_sample(self) -> IntArray:
         """``[media items]`` the sample that owns each media item."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.media_start))
+
+    @property
+    def alike(self) -> IntArray | None:
+        """``[media items]`` equal numbers for those of which one may be encoded for all; None: no two are alike."""
+        if self.media_content is None or not len(self.media_content):
+            return None
+        unlike = -1 - np.arange(len(self.media_content), dtype=np.int64)
+        content = np.where(self.media_content < 0, unlike, self.media_content)
+        # Of other sizes it is another one, whoever says what is equal: two large factors keep them apart.
+        told = content + self.media_rows * 0x1E3779B97F4A7C15 + self.media_patches * 0x3F58476D1CE4E5B9
+        numbers: IntArray = np.unique(told, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        return numbers if numbers.max() + 1 < len(numbers) else None
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -94,21 +109,23 @@ class SampleSizes:
             media_rows=self.media_rows[media],
             media_patches=self.media_patches[media],
             media_modality=None if self.media_modality is None else self.media_modality[media],
+            media_content=None if self.media_content is None else self.media_content[media],
         )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The rows that one encoder batch hands to one microbatch: the unit that passes through the pool.
+    """The rows that one encoder batch hands to one microbatch, or to several: the unit that passes through the pool.
 
     Attributes:
         encoder_rank: who encodes, counted over all encoders, one after another.
         encoder_batch: position in that rank's order.
-        backbone_rank: who reads, counted within the backbone role.
+        backbone_rank: who reads it first, counted within the backbone role.
         microbatch: position in that rank's order.
         media: ``[n]`` the step's media item numbers, adjacent in the encoder batch.
         rows: rows of features in all.
         modality: of the media items.
+        also: backbone rank and position of the other microbatches that read the same media items, in their order.
     """
 
     encoder_rank: int
@@ -118,6 +135,17 @@ class Entry:
     media: IntArray
     rows: int
     modality: str = IMAGE
+    also: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def readers(self) -> tuple[tuple[int, int], ...]:
+        """Backbone rank and position of all microbatches that read it, by position."""
+        return (self.backbone_rank, self.microbatch), *self.also
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The backbone ranks that read it: each gives gradients back once."""
+        return tuple(dict.fromkeys(rank for rank, _ in self.readers))
 
 
 @dataclass(frozen=True)
@@ -130,15 +158,18 @@ class StepPlan:
         microbatches: ``[backbone rank][position]`` -> indices into ``samples``. Every rank has as many microbatches;
             some may be empty.
         encoder_batches: ``[encoder rank][number]`` -> media item numbers, of one modality, grouped by the microbatch
-            that reads them. The microbatches that read a batch are of one position, and on one encoder rank these never
-            fall from one batch to the next: this is why the order of the step cannot block in the pool. Batches are
-            empty only where every rank encodes what it reads.
+            that reads them. The microbatches that read a batch first are of one position, and on one encoder rank these
+            never fall from one batch to the next: this is why the order of the step cannot block in the pool. Batches
+            are empty only where every rank encodes what it reads.
+        encoded_as: ``[media items]`` the media item that is encoded in the place of each, since it is the same one;
+            None where each is encoded.
     """
 
     samples: IntArray
     sizes: SampleSizes
     microbatches: Microbatches
     encoder_batches: EncoderBatches
+    encoded_as: IntArray | None = None
 
     @cached_property
     def readers(self) -> tuple[IntArray, IntArray]:
@@ -151,6 +182,29 @@ class StepPlan:
                 position_of[members] = position
         owner = self.sizes.media_sample
         return rank_of[owner], position_of[owner]
+
+    @cached_property
+    def media_readers(self) -> list[tuple[tuple[int, int], ...]]:
+        """``[media items]`` backbone rank and position of all microbatches that read what is encoded, by position.
+
+        Nobody reads what is not encoded.
+        """
+        own = list(zip(*(of_media.tolist() for of_media in self.readers), strict=True))
+        if self.encoded_as is None:
+            return [(reader,) for reader in own]
+        found: list[set[tuple[int, int]]] = [set() for _ in own]
+        for reader, encoded in zip(own, self.encoded_as.tolist(), strict=True):
+            found[encoded].add(reader)
+        return [tuple(sorted(of_media, key=lambda reader: (reader[1], reader[0]))) for of_media in found]
+
+    @cached_property
+    def read_until(self) -> tuple[tuple[int, ...], ...]:
+        """``[encoder rank][number]`` -> the position of the last microbatches that read each encoder batch; or -1."""
+        readers = self.media_readers
+        return tuple(
+            tuple(max((readers[item][-1][1] for item in media.tolist()), default=-1) for media in batches)
+            for batches in self.encoder_batches
+        )
 
     @cached_property
     def encoder_turns(self) -> tuple[tuple[Turn, ...], ...]:
@@ -166,19 +220,26 @@ class StepPlan:
         """The turns of some encoder ranks together, rising: those of each rank of a shard group."""
         return tuple(sorted({turn for member in members for turn in self.encoder_turns[member]}))
 
+    def turns_until(self, turns: Iterable[Turn], members: Iterable[int]) -> tuple[int, ...]:
+        """The position of the last microbatches that read what any of some encoder ranks encode at each turn."""
+        last: dict[Turn, int] = {}
+        for member in members:
+            for turn, until in zip(self.encoder_turns[member], self.read_until[member], strict=True):
+                last[turn] = max(last.get(turn, -1), until)
+        return tuple(last[turn] for turn in turns)
+
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """All entries of the step in a fixed order; the index of an entry is its number."""
-        ranks, positions = (of_media.tolist() for of_media in self.readers)
-        media_rows = self.sizes.media_rows
+        readers_of, media_rows = self.media_readers, self.sizes.media_rows
         found: list[Entry] = []
         for encoder_rank, batches in enumerate(self.encoder_batches):
             for number, media in enumerate(batches):
-                start, readers = 0, [(ranks[item], positions[item]) for item in media.tolist()]
+                start, readers = 0, [readers_of[item] for item in media.tolist()]
                 for end, reader in enumerate(readers, 1):
                     if end == len(readers) or readers[end] != reader:
                         members = media[start:end]
                         rows, modality = int(media_rows[members].sum()), self.sizes.modality_of(members[0])
-                        found.append(Entry(encoder_rank, number, *reader, members, rows, modality))
+                        found.append(Entry(encoder_rank, number, *reader[0], members, rows, modality, reader[1:]))
                         start = end
         return tuple(found)

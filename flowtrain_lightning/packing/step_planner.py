@@ -18,6 +18,7 @@ from flowtrain_lightning.packing.encoder_batches import (
 )
 from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
 from flowtrain_lightning.packing.order import media_order, order_step
+from flowtrain_lightning.packing.shared_media import costs_once, encoded_as, side_by_side
 from flowtrain_lightning.packing.step_plan import (
     EncoderBatches,
     FloatArray,
@@ -91,23 +92,27 @@ def plan_step(
             sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
         )
     some_only_encode = 0 < len({encoder for encoder, _ in colocated_lanes}) < encoder_ranks
-    media_costs = _media_costs(sizes, cost, encoder_cost, some_only_encode)
+    media_costs, alike = _media_costs(sizes, cost, encoder_cost, some_only_encode), sizes.alike
     if encoder_cost is None or local or colocated_lanes or encoders:
         # A rank with both lanes never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another.
         weights = _shares_of_encoders(sizes, media_costs) if encoders else sizes.media_patches
-        order = media_order(_media_per_position(microbatches, sizes, weights))
+        order = media_order(_media_per_position(microbatches, sizes, costs_once(alike, weights)))
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
     else:
-        microbatches = _ordered(microbatches, sizes, encoder_ranks, token_budget, cost, media_costs, sync_every)
+        once = costs_once(alike, media_costs)
+        microbatches = _ordered(microbatches, sizes, encoder_ranks, token_budget, cost, once, sync_every)
     rank, position = StepPlan(samples, sizes, microbatches, ()).readers
+    shared = encoded_as(alike, rank, position, local=local)
+    media = np.arange(len(rank)) if shared is None else np.flatnonzero(shared == np.arange(len(rank)))
     if local:
-        batches = local_encoder_batches(rank, position, ranks=backbone_ranks, positions=len(microbatches[0]))
+        batches = local_encoder_batches(rank, position, media, ranks=backbone_ranks, positions=len(microbatches[0]))
     elif encoders:
         batches = pack_batches_of_encoders(
             media_costs,
             rank,
             position,
+            media,
             sizes=sizes,
             encoders=encoders,
             encoder_nodes=encoder_nodes,
@@ -118,6 +123,7 @@ def plan_step(
             media_costs,
             rank,
             position,
+            media,
             encoder_ranks=encoder_ranks,
             colocated_lanes=colocated_lanes,
             busy=_beside_encoding(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes)
@@ -128,12 +134,13 @@ def plan_step(
             backbone_nodes=backbone_nodes,
         )
     if not local:
+        batches = side_by_side(batches, StepPlan(samples, sizes, microbatches, (), shared))
         batches = within_budget(batches, sizes.media_patches, encoder_budget)
-    microbatches = _by_source(microbatches, batches, sizes)
+    microbatches = _by_source(microbatches, batches, sizes, shared)
     if local:  # features come in the order of the samples there, however many batches they are of
         by_modality = batches if sizes.media_modality is None else divided_by_modality(batches, sizes)
         batches = within_budget(by_modality, sizes.media_patches, encoder_budget)
-    return StepPlan(samples, sizes, microbatches, batches)
+    return StepPlan(samples, sizes, microbatches, batches, shared)
 
 
 def _media_costs(
@@ -214,7 +221,9 @@ def _shares_of_encoders(sizes: SampleSizes, media_costs: FloatArray) -> FloatArr
     return shares
 
 
-def _by_source(microbatches: Microbatches, batches: EncoderBatches, sizes: SampleSizes) -> Microbatches:
+def _by_source(
+    microbatches: Microbatches, batches: EncoderBatches, sizes: SampleSizes, shared: IntArray | None
+) -> Microbatches:
     """The same microbatches, with sequences side by side whose features come from one encoder batch.
 
     What one batch hands to a microbatch is then copied in one piece. Sequences without media come first.
@@ -223,6 +232,7 @@ def _by_source(microbatches: Microbatches, batches: EncoderBatches, sizes: Sampl
     for number, media in enumerate(batch for of_ranks in zip_longest(*batches) for batch in of_ranks):
         if media is not None:
             batch_of[media] = number
+    batch_of = batch_of if shared is None else batch_of[shared]
     source = np.full(len(sizes), -1)
     has_media = np.diff(sizes.media_start) > 0
     source[has_media] = batch_of[sizes.media_start[:-1][has_media]]

@@ -56,6 +56,11 @@ class TimedBatch:
         return min(reader.number for reader in self.readers), self.before
 
     @property
+    def read_until(self) -> int:
+        """The position of the last of its readers."""
+        return max(reader.number for reader in self.readers)
+
+    @property
     def seconds(self) -> float:
         """Of forward and backward; one that is computed again does not count."""
         return self.forward + self.backward
@@ -81,8 +86,8 @@ def step_work(
     """
     readers: dict[tuple[int, int], list[BatchOf]] = {}
     for entry in plan.entries:
-        reader = BatchOf(BACKBONE, entry.backbone_rank, entry.microbatch)
-        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(reader)
+        of_entry = [BatchOf(BACKBONE, *reader) for reader in entry.readers]
+        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).extend(of_entry)
     sizes = plan.sizes
     encoding = [
         [

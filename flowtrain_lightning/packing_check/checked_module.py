@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flowtrain_lightning.compute.random_layers import dropout_settings
 from flowtrain_lightning.compute.whole_module import WholeModule
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
@@ -29,7 +30,6 @@ _COPIES = 5
 _SMALL = 0.02
 """Size of the numbers that stand for weights of zeros."""
 
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -231,13 +231,6 @@ def _refuse_too_large(shape: nn.Module, device: torch.device) -> None:
             f"{_count(shape) / 1e9:.1f}e9 weights need {needed / 1e9:.0f} GB in float64, even with one block of every "
             f"kind, and {free / 1e9:.0f} GB of memory are free there"
         )
-
-
-def dropout_settings(layer: nn.Module) -> list[str]:
-    """The attributes of a layer that are a probability of dropout above 0, as layers name them."""
-    if isinstance(layer, _DROPOUT):
-        return ["p"] if layer.p > 0 else []
-    return [name for name, value in vars(layer).items() if "dropout" in name and type(value) is float and value > 0]
 
 
 @contextmanager

@@ -83,7 +83,8 @@ def load_probes(data: FlowDataModule) -> list[Probe]:
     draw = np.random.default_rng(data.seed)
     pool = np.sort(draw.permutation(len(source))[:_POOL])
     sets = tuple(pool[chosen] for chosen in choose_sets(source.sizes(pool), data.token_budget, draw))
-    steps = replace(loader.steps, sampling=ChosenSamples((len(source),), 1, sets=sets), shard=RankShard.plain(0, 1))
+    sampling, shard = ChosenSamples((len(source),), 1, sets=sets), RankShard.plain(0, 1)
+    steps = replace(loader.steps, sampling=sampling, shard=shard, shares=False)
     # What a microbatch reads is one encoder batch here, whatever its patches: their number follows from its tokens.
     packing = replace(loader.steps.packing, encoder_budget=sys.maxsize)
     batches = [steps.load(0, number, packing) for number in range(len(sets))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -15,7 +15,8 @@ from torch import Tensor
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.batch_underway import OWN, BatchUnderway
-from flowtrain_lightning.runtime.program import Lane, RankBatch
+from flowtrain_lightning.runtime.gathering import Gathering
+from flowtrain_lightning.runtime.program import Lane, RankBatch, ReadEntry
 from flowtrain_lightning.runtime.role_methods import ForwardResult, RoleMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL
@@ -92,14 +93,32 @@ class Executor:
         self._last = {work.batch.role: work for work in works}  # the last one of each role
         self._coming: dict[str, deque[BatchUnderway]] = {}
         self._open: dict[str, dict[int, BatchUnderway]] = {}
+        self._early: list[tuple[str, Gathering, list[Key]]] = []  # what batches read that earlier ones read, too
+        self._answers: dict[int, list[Tensor]] = {}  # gradients of entries that later batches of this rank read, too
         for role, each in step.program.roles.items():
             streams = context.compute.copies[role]
+            if any(read.early for batch in each.batches.values() for read in batch.read):
+                streams = streams[:1]  # one copies what several batches read
             places = [work.batch.number for work in works if work.batch.role == role and work.kind == "forward"]
             self._coming[role] = deque(
                 BatchUnderway.of(context, step, each.batches[place], streams[n % len(streams)])
                 for n, place in enumerate(places)
             )
             self._open[role] = {}
+            self._share(role, self._coming[role])
+
+    def _share(self, role: str, batches: Iterable[BatchUnderway]) -> None:
+        """Lets each entry that several batches read come to all of them at once, when it is there."""
+        readers: dict[Key, list[Gathering]] = {}
+        for batch in batches:
+            for key in batch.read.missing:
+                readers.setdefault(key, []).append(batch.read)
+            if early := [self._key(read) for read in batch.batch.read if read.early]:
+                self._early.append((role, batch.read, early))
+        for key, several in readers.items():
+            if len(several) > 1:
+                for gathering in several:
+                    gathering.shared[key] = several
 
     def run(self) -> None:
         """Runs all works, in one thread.
@@ -215,8 +234,8 @@ class Executor:
         if is_last:
             self._send_gradients_before(role)
         context.enter(f"backward of {name}", self._step)
-        gradients = batch.gradients.tensors(OWN) or (None,) * len(outputs.rows)
-        context.hand_over(batch.gradients.copies, gradients, role, self._step)
+        context.hand_over(batch.gradients.copies, batch.gradients.tensors(OWN), role, self._step)
+        gradients = batch.summed_gradients() or (None,) * len(outputs.rows)
         start = context.timeline.start()
         reached, given = (*outputs.rows,), (*gradients,)
         if outputs.loss is not None:
@@ -261,7 +280,8 @@ class Executor:
         for made, part in zip(
             batch.made, zip(*(torch.split(each.detach(), sizes) for each in rows), strict=True), strict=True
         ):
-            key, readers = Key(step.features, step.index, made.entry), self._parts[role].readers[made.reader]
+            key = Key(step.features, step.index, made.entry)
+            readers = [rank for member in made.readers for rank in self._parts[role].readers[member]]
             while self._context.pool.put(key, part, readers, ahead=ahead) is None:
                 yield Progress.PART if self._take_arrived() else Wait(role, _ROOM_FOR_ROWS)
                 start = timeline.start()
@@ -276,14 +296,24 @@ class Executor:
                 continue
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             leaves = [leaf for leaf in batch.read.tensors(read.modality) if leaf is not None]
-            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, read.slices) for leaf in leaves]
-            key, makers = Key(step.gradients, step.index, read.entry), self._parts[role].makers[read.maker]
+            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, read) for leaf in leaves]
+            if read.early or not read.answers:
+                gradients = _summed(self._answers.pop(read.entry, gradients[:0]), gradients)
+            if not read.answers:
+                self._answers[read.entry] = gradients
+                continue
+            key = Key(step.gradients, step.index, read.entry, read.part)
+            makers = self._parts[role].makers[read.maker]
             # An encoder that trains never works ahead, so that region is free for gradients. Were they to share one
             # with features, two ranks with both roles could each fill it with what the other must read first.
             while self._context.pool.put(key, gradients, makers, ahead=True) is None:
                 yield Progress.PART if self._take_arrived() else Wait(role, _ROOM_FOR_GRADIENTS)
                 start = timeline.start()
         timeline.stop(start, role, COMMUNICATION, "gradients", step.stage, step.index)
+
+    def _key(self, read: ReadEntry) -> Key:
+        """Under which the pool has the rows of an entry."""
+        return Key(self._step.features, self._step.index, read.entry)
 
     def _until(self, can_go_on: Callable[[], bool], role: str, reason: str) -> Course:
         while not can_go_on():
@@ -297,9 +327,25 @@ class Executor:
                 taken |= batch.read.take_arrived(role, self._step)
             for batch in self._open.get(role, {}).values():
                 taken |= batch.gradients.take_arrived(role, self._step)
+        for role, gathering, keys in self._early:
+            taken |= gathering.take_arrived(role, self._step, keys)
         return taken
 
 
-def _rows(gradient: Tensor, slices: tuple[slice, ...]) -> Tensor:
-    """The rows of one entry; a view where they are in one piece."""
-    return gradient[slices[0]] if len(slices) == 1 else torch.cat([gradient[run] for run in slices])
+def _rows(gradient: Tensor, read: ReadEntry) -> Tensor:
+    """The rows of one entry, those that appear several times summed; a view where they are in one piece."""
+    slices = read.slices
+    rows = gradient[slices[0]] if len(slices) == 1 else torch.cat([gradient[run] for run in slices])
+    if read.again:
+        rows = rows.clone() if len(slices) == 1 else rows
+        for run, place in read.again:
+            rows[run] += gradient[place]
+    return rows
+
+
+def _summed(before: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of several batches; no rows stand for no gradient."""
+    if not before:
+        return [*gradients]
+    pairs = zip(before, gradients, strict=True)
+    return [one + other if len(one) and len(other) else one if len(one) else other for one, other in pairs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,12 @@ class Place(NamedTuple):
     Attributes:
         name: of the tensors.
         slices: the runs of adjacent rows that they become, one after another.
+        again: rows of the entry that go to further rows.
     """
 
     name: str
     slices: tuple[slice, ...]
+    again: tuple[tuple[slice, slice], ...] = ()
 
 
 class Gathering:
@@ -39,6 +41,7 @@ class Gathering:
     Attributes:
         missing: key of an entry that is not here yet -> where its rows belong.
         copies: the stream that copies them.
+        shared: key of an entry that belongs to several such tensors -> all of them: whichever takes it serves them all.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Gathering:
     ) -> None:
         self.missing = dict(missing)
         self.copies = copies
+        self.shared: dict[Key, list[Gathering]] = {}
         self._context = context
         self._rows = rows
         self._what = what
@@ -61,15 +65,17 @@ class Gathering:
         """Of all tensors of which something is here."""
         return sorted(self._tensors)
 
-    def take_arrived(self, role: str, step: Step) -> bool:
+    def take_arrived(self, role: str, step: Step, among: Collection[Key] | None = None) -> bool:
         """Copies entries that have arrived and releases them at once; says whether there were any.
 
         Args:
             role: whose time it is.
             step: the step that runs.
+            among: keys of those that may be taken; None: all.
         """
         context = self._context
-        arrived = context.pool.arrived(self.missing) if self.missing else []
+        wanted = self.missing if among is None else [key for key in among if key in self.missing]
+        arrived = context.pool.arrived(wanted) if wanted else []
         if not arrived:
             return False
         with self.copies.copying():
@@ -77,14 +83,16 @@ class Gathering:
             start = context.timeline.start()
             for key, lease in zip(arrived, leases, strict=True):
                 assert lease is not None, "it has arrived"
-                name, slices = self.missing.pop(key)
-                for level, part in enumerate(lease.tensors):
-                    self._take(name, level, slices, part)
+                for gathering in self.shared.get(key, (self,)):
+                    place = gathering.missing.pop(key)
+                    for level, part in enumerate(lease.tensors):
+                        gathering._take(level, place, part)
                 lease.release()
             context.timeline.stop(start, role, COMMUNICATION, self._what, step.stage, step.index)
         return True
 
-    def _take(self, name: str, level: int, slices: tuple[slice, ...], part: Tensor) -> None:
+    def _take(self, level: int, place: Place, part: Tensor) -> None:
+        name, slices, again = place
         tensors = self._tensors.setdefault(name, [])
         tensors += [None] * (level + 1 - len(tensors))
         whole = tensors[level]
@@ -92,7 +100,7 @@ class Gathering:
             if whole is None:
                 self._absent.add((name, level))
             else:
-                for run in slices:
+                for run in (*slices, *(to for _, to in again)):
                     whole[run].zero_()
             return
         if whole is None:
@@ -104,3 +112,5 @@ class Gathering:
             count = run.stop - run.start
             whole[run].copy_(part[taken : taken + count], non_blocking=True)  # host memory of the pool is pinned
             taken += count
+        for run, to in again:
+            whole[to].copy_(part[run], non_blocking=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -187,6 +187,7 @@ class PoolCapacity:
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
+            media = replace(media, kept=None) if media.rows else media  # nothing is kept of a trial
             with own_streams(), torch.no_grad():
                 return FeatureSpec.of(self._compute.encode(role, media, step=(-1, -1), number=0))
         finally:

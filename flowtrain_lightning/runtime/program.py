@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flowtrain_lightning.compute.compute import FeatureSpec, FeatureSpecs
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
@@ -14,6 +14,8 @@ from flowtrain_lightning.pool import Reservation, assign_offsets
 PADDING = -1
 """Number of a batch that the plan does not have."""
 
+_Named = TypeVar("_Named", int, tuple[int, int])
+
 
 class MadeEntry(NamedTuple):
     """Rows of a batch that another one reads.
@@ -22,13 +24,13 @@ class MadeEntry(NamedTuple):
         entry: its number.
         modality: of the media items that they are made of.
         rows: how many, adjacent in the batch.
-        reader: the member that reads them, within its role.
+        readers: the members that read them, within their role: each gives gradients back.
     """
 
     entry: int
     modality: str
     rows: int
-    reader: int
+    readers: tuple[int, ...]
 
 
 class ReadEntry(NamedTuple):
@@ -39,12 +41,21 @@ class ReadEntry(NamedTuple):
         modality: of the media items that they are made of.
         maker: the member that makes them, counted over all encoders.
         slices: the runs of adjacent rows that they become in the batch, one after another.
+        again: where some of them go a second time, as samples have a media item in common: which of them, and the rows
+            of the batch that they become.
+        part: which one the rank is of the members that read it.
+        answers: of the batches of the rank that read it, this is the last one, which gives gradients back for all.
+        early: batches of an earlier position read it, too, so it is not left in the pool until this one's turn.
     """
 
     entry: int
     modality: str
     maker: int
     slices: tuple[slice, ...]
+    again: tuple[tuple[slice, slice], ...] = ()
+    part: int = 0
+    answers: bool = True
+    early: bool = False
 
     @property
     def rows(self) -> int:
@@ -96,7 +107,8 @@ class RankRole:
         member: which one the rank belongs to.
         batches: by their place in the member's order; where members meet, a place for every turn of any of them.
         passes: forwards and backwards of these, in order.
-        due: the position of each batch's readers; of a role that reads, its own.
+        due: the position of each batch's first readers; of a role that reads, its own.
+        until: the position of each batch's last readers.
         reads: rows of other roles.
     """
 
@@ -105,7 +117,12 @@ class RankRole:
     batches: Mapping[int, RankBatch]
     passes: tuple[Pass, ...]
     due: tuple[int, ...]
+    until: tuple[int, ...] = ()
     reads: bool = False
+
+    def position_of(self, work: Work) -> int:
+        """Of the microbatches before which a forward goes, and after which a backward."""
+        return (self.due if work.kind == "forward" else self.until)[work.batch.number]
 
     def works(self, trains: bool) -> list[Work]:
         """Its works in order, forwards alone where it does not train."""
@@ -157,7 +174,7 @@ class StepProgram:
                 at_position[consumer.due[work.batch.number]].append(work)
         frozen = [work for work in self.in_turns if work.batch.role not in trained and work.kind == "forward"]
         due = [
-            (Due(work.kind, producers[work.batch.role].due[work.batch.number]), work)
+            (Due(work.kind, producers[work.batch.role].position_of(work)), work)
             for work in self.in_turns
             if work.batch.role in trained
         ]
@@ -185,7 +202,7 @@ class PoolDemand:
         ample: bytes with which no rank waits for room inside the step: all features of the busiest encoder rank.
         features: role of this rank -> number of each entry that it makes -> what is reserved for it, in the order in
             which they are put.
-        gradients: the same for the gradients that this rank returns, of all its roles.
+        gradients: the same for the gradients that this rank returns, of all its roles, and part of the entry.
     """
 
     def __init__(self, program: StepProgram, specs: FeatureSpecs) -> None:
@@ -201,11 +218,12 @@ class PoolDemand:
             each_least = (assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized)
             self.least = together * max(each_least, default=0)
         self.features = {name: _reserved(role, specs) for name, role in program.roles.items()}
-        read = [each for role in program.roles.values() for batch in role.batches.values() for each in batch.read]
+        batches = [batch for role in program.roles.values() for batch in role.batches.values()]
+        read = [each for batch in batches for each in batch.read if each.answers]
         nbytes = _nbytes(read, specs)
         # Who made rows copies gradients whenever it has its turn: none is held until another one was put.
-        self.gradients: dict[int, Reservation] = {
-            each.entry: Reservation(size, released_after=number)
+        self.gradients: dict[tuple[int, int], Reservation] = {
+            (each.entry, each.part): Reservation(size, released_after=number)
             for number, (each, size) in enumerate(zip(read, nbytes, strict=True))
         }
         if program.holds_all:
@@ -225,7 +243,7 @@ def _reserved(role: RankRole, specs: FeatureSpecs) -> dict[int, Reservation]:
     return dict(zip([each.entry for of_batch in made for each in of_batch], own, strict=True))
 
 
-def _held_to_the_end(reserved: Mapping[int, Reservation]) -> dict[int, Reservation]:
+def _held_to_the_end(reserved: Mapping[_Named, Reservation]) -> dict[_Named, Reservation]:
     """Each with bytes of its own."""
     return {entry: Reservation(each.nbytes, released_after=len(reserved) - 1) for entry, each in reserved.items()}
 

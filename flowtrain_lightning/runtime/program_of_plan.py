@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
+from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, joint_order, member_orders
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
@@ -24,8 +25,9 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     of_microbatch: dict[int, list[int]] = {}
     for number, entry in enumerate(plan.entries):
         of_batch[entry.encoder_rank].setdefault(entry.encoder_batch, []).append(number)
-        if entry.backbone_rank == shard.backbone_rank:
-            of_microbatch.setdefault(entry.microbatch, []).append(number)
+        for rank, microbatch in entry.readers:
+            if rank == shard.backbone_rank:
+                of_microbatch.setdefault(microbatch, []).append(number)
     roles = []
     if shard.backbone_rank is not None:
         roles.append(_reading_role(plan, shard, of_microbatch))
@@ -37,7 +39,8 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     roles += encoding
     rows = tuple(tuple(_rows_of(plan, numbers) for numbers in of_rank.values()) for of_rank in of_batch)
     # A role that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
-    some_in_turns = bool(shard.colocated_lanes) and shard.in_fixed_order
+    # So would one that waits for other ranks inside of a pass, where others wait for what several microbatches read.
+    some_in_turns = shard.in_fixed_order and (bool(shard.colocated_lanes) or plan.encoded_as is not None)
     holds_all = some_in_turns or any(shard.meeting(role).ranks > 1 for role in shard.graph.producers)
     return StepProgram(
         {role.role: role for role in roles},
@@ -63,7 +66,8 @@ def _reading_role(plan: StepPlan, shard: RankShard, entries: Mapping[int, Sequen
     members = plan.microbatches[shard.backbone_rank]
     pads = bool(shard.meeting(shard.trunk).passes)
     numbers = [number for number, samples in enumerate(members) if len(samples) or pads]
-    batches = {number: _microbatch(plan, number, entries.get(number, [])) for number in numbers}
+    rank = shard.backbone_rank
+    batches = {number: _microbatch(plan, rank, number, entries.get(number, [])) for number in numbers}
     passes: list[Pass] = [(kind, number) for number in numbers for kind in ("forward", "backward")]  # type: ignore[misc]
     return RankRole(shard.trunk, shard.backbone_rank, batches, tuple(passes), tuple(range(len(members))), reads=True)
 
@@ -92,7 +96,8 @@ def _encoding_roles(
             in_fixed_order=shard.in_fixed_order,
         )
         batches = _made_batches(plan, shard, member, of_batch[member], order)
-        found.append(RankRole(role, member, batches, order.passes, tuple(position for position, _ in order.turns)))
+        due = tuple(position for position, _ in order.turns)
+        found.append(RankRole(role, member, batches, order.passes, due, order.until))
     return found
 
 
@@ -112,13 +117,15 @@ def _encoding_in_turns(
         roles = _encoding_roles(plan, shard, of_batch, kept_batches)
         return tuple(work for role in roles for work in role.works(trains=True)), roles
     turns = {role: plan.turns_of(shard.members_of(role)) for role in members}
-    joint, roles = joint_order(turns, kept_batches), []
+    until = {role: plan.turns_until(turns[role], shard.members_of(role)) for role in members}
+    joint, roles = joint_order(turns, kept_batches, until), []
     for role, member in members.items():
         own = turns[role] if shard.meeting(role).passes else plan.encoder_turns[member]
         passes = tuple(each for name, each in joint.passes if name == role and turns[role][each[1]] in own)
         of_role = MemberOrder(turns[role], passes, joint.recomputed[role])
         batches = _made_batches(plan, shard, member, of_batch[member], of_role)
-        roles.append(RankRole(role, member, batches, passes, tuple(position for position, _ in turns[role])))
+        due = tuple(position for position, _ in turns[role])
+        roles.append(RankRole(role, member, batches, passes, due, until[role]))
     has = {role.role: role.batches for role in roles}
     order = [(role, each) for role, each in joint.passes if each[1] in has[role]]
     return tuple(Work(BatchOf(role, members[role], place), kind) for role, (kind, place) in order), roles
@@ -134,7 +141,7 @@ def _made_batches(
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
         entries = ((entry, plan.entries[entry]) for entry in own.get(number, ()))
-        made = tuple(MadeEntry(entry, found.modality, found.rows, found.backbone_rank) for entry, found in entries)
+        made = tuple(MadeEntry(entry, found.modality, found.rows, found.members) for entry, found in entries)
         batches[place] = RankBatch(number, loaded + number, made, recomputes=place in order.recomputed)
     return batches
 
@@ -148,43 +155,65 @@ def _read_rows(plan: StepPlan) -> tuple[tuple[tuple[str, tuple[int, ...]], ...],
     """For each member of the trunk, the modality and rows of every entry that it reads."""
     read: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in plan.microbatches]
     for entry in plan.entries:
-        read[entry.backbone_rank].append((entry.modality, (entry.rows,)))
+        for rank in entry.members:
+            read[rank].append((entry.modality, (entry.rows,)))
     return tuple(map(tuple, read))
 
 
-def _microbatch(plan: StepPlan, number: int, numbers: Sequence[int]) -> RankBatch:
-    entries = {entry: plan.entries[entry] for entry in numbers}
+def _microbatch(plan: StepPlan, rank: int, number: int, numbers: Sequence[int]) -> RankBatch:
     rows: dict[str, int] = {}
-    slices: dict[int, tuple[slice, ...]] = {}
-    for modality in sorted({entry.modality for entry in entries.values()}):  # as one process has them, by name
-        own = {entry: found for entry, found in entries.items() if found.modality == modality}
-        rows[modality], found_slices = feature_slices(plan, list(own.values()))
-        slices |= zip(own, found_slices, strict=True)
-    read = (ReadEntry(entry, found.modality, found.encoder_rank, slices[entry]) for entry, found in entries.items())
-    return RankBatch(number, number, read=tuple(read), rows_read=rows)
+    read: dict[int, ReadEntry] = {}
+    for modality in sorted({plan.entries[entry].modality for entry in numbers}):  # as one process has them, by name
+        rows[modality], places = _places(plan, plan.microbatches[rank][number], modality)
+        for entry in numbers:
+            if (found := plan.entries[entry]).modality == modality:
+                read[entry] = _read_entry(plan, entry, found, rank, number, places)
+    return RankBatch(number, number, read=tuple(read[entry] for entry in numbers), rows_read=rows)
 
 
-def feature_slices(plan: StepPlan, entries: Sequence[Entry]) -> tuple[int, list[tuple[slice, ...]]]:
-    """Finds the places of one microbatch's entries among its features.
+def _read_entry(
+    plan: StepPlan, entry: int, found: Entry, rank: int, number: int, places: Mapping[int, Sequence[int]]
+) -> ReadEntry:
+    """An entry as a microbatch reads it, given the places where the rows of each media item begin."""
+    media, lengths = found.media.tolist(), plan.sizes.media_rows[found.media].tolist()
+    own = [microbatch for reader, microbatch in found.readers if reader == rank]
+    again, first = [], 0
+    for item, length in zip(media, lengths, strict=True):
+        again += [(slice(first, first + length), slice(start, start + length)) for start in places[item][1:]]
+        first += length
+    return ReadEntry(
+        entry,
+        found.modality,
+        found.encoder_rank,
+        _joined([(places[item][0], length) for item, length in zip(media, lengths, strict=True)]),
+        tuple(again),
+        part=found.members.index(rank),
+        answers=number == own[-1],
+        early=number > found.microbatch,
+    )
+
+
+def _places(plan: StepPlan, members: IntArray, modality: str) -> tuple[int, dict[int, list[int]]]:
+    """Finds the places of the features of a microbatch's media items of one modality.
 
     Args:
         plan: the step's plan.
-        entries: all entries of one microbatch that are of one modality.
+        members: the samples of the microbatch.
+        modality: of the media items.
 
     Returns:
-        rows of features of the modality, whose media items come in order of appearance; and for each entry the runs of
-        adjacent rows that its own rows become, one after another.
+        rows of features in all; and for each media item that is encoded the first row of it, wherever it appears.
     """
-    members = plan.microbatches[entries[0].backbone_rank][entries[0].microbatch]
     sizes = plan.sizes
     media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
     if sizes.media_modality is not None:
-        media = media[sizes.media_modality[media] == entries[0].modality]
+        media = media[sizes.media_modality[media] == modality]
     ends = np.cumsum(sizes.media_rows[media])
-    start = dict(zip(media.tolist(), (ends - sizes.media_rows[media]).tolist(), strict=True))
-    return int(ends[-1]), [
-        _joined([(start[m], int(sizes.media_rows[m])) for m in entry.media.tolist()]) for entry in entries
-    ]
+    encoded = media if plan.encoded_as is None else plan.encoded_as[media]
+    places: dict[int, list[int]] = {}
+    for item, start in zip(encoded.tolist(), (ends - sizes.media_rows[media]).tolist(), strict=True):
+        places.setdefault(item, []).append(start)
+    return int(ends[-1]), places
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> tuple[slice, ...]:

@@ -82,9 +82,9 @@ class Step:
         """Reservations for the gradients that this rank gives back, in the order in which it puts entries."""
         demand = self.program.pool_demand(specs).gradients
         if len(self.answered) < len(self.program.modalities):
-            answered = [entry for entry in demand if self.plan.entries[entry].modality in self.answered]
-            demand = {entry: Reservation(demand[entry].nbytes, number) for number, entry in enumerate(answered)}
-        return {Key(self.gradients, self.index, entry): reserved for entry, reserved in demand.items()}
+            answered = [part for part in demand if self.plan.entries[part[0]].modality in self.answered]
+            demand = {part: Reservation(demand[part].nbytes, number) for number, part in enumerate(answered)}
+        return {Key(self.gradients, self.index, *part): reserved for part, reserved in demand.items()}
 
 
 @dataclass(frozen=True)

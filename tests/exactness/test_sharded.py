@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Runs a layout, or the reference, once."""
     folder = tmp_path_factory.mktemp("sharded")
     write_steps(folder / "data")
+    return runs_in(folder)
+
+
+def runs_in(folder: Path) -> Callable[..., Run]:
+    """Runs a layout, or the reference, once, on the steps in the folder ``data`` of this one."""
 
     @cache
     def by_name(name: str) -> Run:

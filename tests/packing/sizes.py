@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,25 @@ def sizes_strategy(max_samples: int = 40) -> st.SearchStrategy[SampleSizes]:
     """Steps of up to ``max_samples`` samples within ``TOKEN_BUDGET``, most with several media items or none."""
     sample = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 20), max_size=3))
     return st.lists(sample, max_size=max_samples).map(lambda samples: make_sizes(*samples))
+
+
+def sharing_strategy(max_samples: int = 20) -> st.SearchStrategy[SampleSizes]:
+    """Steps whose samples have a few media items between them, some of them twice, and some that nobody else has."""
+    media = st.lists(st.integers(0, 5), max_size=3)
+    samples = st.lists(st.tuples(st.integers(1, 40), media), max_size=max_samples)
+    return st.tuples(samples, st.lists(st.integers(1, 20), min_size=6, max_size=6)).map(
+        lambda made: shared_sizes(*made)
+    )
+
+
+def shared_sizes(samples: list[tuple[int, list[int]]], rows: list[int]) -> SampleSizes:
+    """Sizes of samples given as ``(text tokens, numbers of media items)``, whose rows are given by number.
+
+    What number 0 is is not known, so it is never the same.
+    """
+    sizes = make_sizes(*[(text, [rows[number] for number in media]) for text, media in samples])
+    content = np.array([number for _, media in samples for number in media], dtype=np.int64) - 1
+    return replace(sizes, media_content=content)
 
 
 def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1, **settings: Any) -> StepPlan:

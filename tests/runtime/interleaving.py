@@ -135,18 +135,26 @@ class DeliveredPool:
         return self._parts[ahead].has_room(keys)
 
     def put(self, key: Key, tensors: Sequence[Tensor], readers: Sequence[int], ahead: bool = False) -> int | None:
-        (reader,) = readers
-        part = self._parts[ahead]
+        part, left = self._parts[ahead], len(readers)
         offset = part.allocate(key, entry_nbytes([tensor.nbytes for tensor in tensors]))
         if offset is None:
             return None
 
         def give_back() -> None:
-            self._pools[reader].send(self._rank, lambda: part.free(offset))
+            nonlocal left
+            left -= 1
+            if not left:
+                part.free(offset)
 
-        lease = DeliveredLease(tuple(tensor.detach().clone() for tensor in tensors), give_back)
-        self.send(reader, lambda: self._pools[reader].publish(key, lease))
+        assert len({*readers}) == len(readers)
+        for reader in readers:
+            self._publish(key, tensors, reader, give_back)
         return offset
+
+    def _publish(self, key: Key, tensors: Sequence[Tensor], reader: int, give_back: Callable[[], None]) -> None:
+        copies = tuple(tensor.detach().clone() for tensor in tensors)
+        lease = DeliveredLease(copies, lambda: self._pools[reader].send(self._rank, give_back))
+        self.send(reader, lambda: self._pools[reader].publish(key, lease))
 
     def publish(self, key: Key, lease: DeliveredLease) -> None:
         assert key not in self._published
@@ -393,5 +401,6 @@ def _media(plan: StepPlan, media: np.ndarray) -> PackedMedia | None:
     if len(media) == 0:
         return None
     rows = tuple(plan.sizes.media_rows[media].tolist())
+    media = media if plan.encoded_as is None else plan.encoded_as[media]
     patches = torch.from_numpy(media + 1.0).reshape(-1, 1) / 10
     return PackedMedia("image", patches, torch.zeros(0), torch.zeros(0), 0, rows)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.pool import PoolError
-from tests.packing.sizes import make_sizes, plan_of, sizes_strategy
+from tests.packing.sizes import make_sizes, plan_of, sharing_strategy, sizes_strategy
 from tests.runtime.interleaving import SPEC, InterleavedStep, direct_gradients, least_bytes
 from tests.runtime.late_copies import LateCopies
 
@@ -36,7 +36,8 @@ def run_step(
     sharing: Collection[str] = (),
 ) -> InterleavedStep:
     """Runs a step, by default in the fewest bytes that cannot block."""
-    room = least_bytes(plan, SPEC, colocated and bool(sharing)) if room is None else room
+    holds_all = bool(sharing) and (colocated or plan.encoded_as is not None)
+    room = least_bytes(plan, SPEC, holds_all) if room is None else room
     settings = {"colocated": colocated, "part_bytes": room, "kept_batches": kept, "sharing": sharing}
     return InterleavedStep(plan, trains=trains, seed=events, **settings)
 
@@ -106,6 +107,43 @@ def test_mixed_ranks_never_block_whichever_of_them_share_weights(
     plan = plan_of(sizes, backbones + only_encode, backbones, encoder_budget=budget)
     step = run_step(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
     check_exact(step, plan, trains=trains)
+
+
+def check_shared(sizes, budget, encoders, backbones, kept, events, sharing, trains, colocated):
+    """Media items that samples have in common are encoded once, on ranks of all kinds."""
+    encoders = max(encoders, backbones) if colocated else encoders
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
+    step = run_step(plan, colocated=colocated, kept=kept, events=events, sharing=sharing, trains=trains)
+    check_exact(step, plan, trains=trains)
+    known = sizes.media_content[sizes.media_content >= 0]
+    alone = (sizes.media_content < 0).sum()
+    assert sum(len(batch) for of_rank in plan.encoder_batches for batch in of_rank) == len({*known.tolist()}) + alone
+
+
+SHARED = given(
+    sharing_strategy(),
+    BUDGETS,
+    RANKS,
+    RANKS,
+    st.integers(0, 4),
+    EVENTS,
+    st.just(()) | SHARING,
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@settings(max_examples=15)
+@SHARED
+def test_what_samples_share_is_encoded_once_and_all_readers_gradients_reach_it(*step):
+    check_shared(*step)
+
+
+@pytest.mark.full
+@settings(max_examples=1000)
+@SHARED
+def test_what_samples_share_is_exact_in_a_thousand_steps(*step):
+    check_shared(*step)
 
 
 @settings(max_examples=30)

@@ -200,4 +200,5 @@ class StreamSource:
             media_start=np.asarray([0, media]),
             media_rows=sizes.media_rows[:media],
             media_patches=sizes.media_patches[:media],
+            media_content=None if sizes.media_content is None else sizes.media_content[:media],
         )

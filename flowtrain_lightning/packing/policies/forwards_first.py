@@ -74,8 +74,7 @@ class _Lanes:
         self._kept_batches = kept_batches
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for entry in plan.entries:
-            reader = entry.backbone_rank, entry.microbatch
-            found.setdefault((entry.encoder_rank, entry.encoder_batch), []).append(reader)
+            found.setdefault((entry.encoder_rank, entry.encoder_batch), []).extend(entry.readers)
         self.readers = [
             [found[rank, number] for number, media in enumerate(batches) if len(media)]
             for rank, batches in enumerate(plan.encoder_batches)

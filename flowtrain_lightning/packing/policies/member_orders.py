@@ -18,11 +18,13 @@ class MemberOrder(NamedTuple):
         turns: when each batch is due, in order: the member's own batches, or, where members meet, those of all of them.
         passes: forwards and backwards of these batches; of an encoder that does not train the forwards alone count.
         recomputed: the batches of which nothing is kept.
+        until: the position of the last microbatches that read each batch of these turns, of any member.
     """
 
     turns: tuple[Turn, ...]
     passes: tuple[Pass, ...]
     recomputed: frozenset[int]
+    until: tuple[int, ...] = ()
 
 
 def member_orders(
@@ -48,10 +50,12 @@ def member_orders(
     """
     orders = []
     kept, recomputed = kept_batches, None
-    turns = plan.turns_of(range(len(plan.encoder_batches)) if of_role is None else of_role) if meet else ()
+    together = [*(range(len(plan.encoder_batches)) if of_role is None else of_role)] if meet else []
+    turns = plan.turns_of(together)
     for member in members:
         if meet or (in_fixed_order and member in colocated):
-            orders.append(_in_lockstep(turns if meet else plan.encoder_turns[member], kept_batches))
+            own = turns if meet else plan.encoder_turns[member]
+            orders.append(_in_lockstep(own, plan.turns_until(own, together or [member]), kept_batches))
             continue
         if recomputed is None:
             if colocated and len(plan.encoder_batches) == len(plan.microbatches) == 1:
@@ -59,7 +63,8 @@ def member_orders(
             recomputed = recomputed_batches(plan, kept)
         numbers = [number for number, media in enumerate(plan.encoder_batches[member]) if len(media)]
         passes = tuple(forwards_first(numbers, kept, recomputed[member]))
-        orders.append(MemberOrder(plan.encoder_turns[member], passes, recomputed[member]))
+        until = plan.read_until[member]
+        orders.append(MemberOrder(plan.encoder_turns[member], passes, recomputed[member], until))
     return orders
 
 
@@ -75,7 +80,9 @@ class JointOrder(NamedTuple):
     recomputed: Mapping[str, frozenset[int]]
 
 
-def joint_order(turns: Mapping[str, Sequence[Turn]], kept_batches: int) -> JointOrder:
+def joint_order(
+    turns: Mapping[str, Sequence[Turn]], kept_batches: int, until: Mapping[str, Sequence[int]] | None = None
+) -> JointOrder:
     """One order for ranks of several roles that are read, where some need each other: alike on all of these ranks.
 
     The roles' batches go through `lockstep_order` as if one role had them all. It takes the turns of every member of a
@@ -84,19 +91,21 @@ def joint_order(turns: Mapping[str, Sequence[Turn]], kept_batches: int) -> Joint
     Args:
         turns: role -> the turns of all of its members, rising.
         kept_batches: batches of a rank whose activations may be kept at a time.
+        until: role -> the position of the last microbatches that read each turn's batches; None: that of the turn.
     """
     places = sorted(
         (turn, number, role, place) for number, role in enumerate(turns) for place, turn in enumerate(turns[role])
     )
-    passes, again = lockstep_order([position for (position, _), *_ in places], max(kept_batches, 1))
+    last = None if until is None else [until[role][place] for *_, role, place in places]
+    passes, again = lockstep_order([position for (position, _), *_ in places], max(kept_batches, 1), last)
     again = again if kept_batches else frozenset(range(len(places)))
     recomputed = {role: frozenset(places[at][3] for at in again if places[at][2] == role) for role in turns}
     return JointOrder(tuple((places[at][2], (kind, places[at][3])) for kind, at in passes), recomputed)
 
 
-def _in_lockstep(turns: tuple[Turn, ...], kept_batches: int) -> MemberOrder:
-    passes, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1))
-    return MemberOrder(turns, passes, recomputed if kept_batches else frozenset(range(len(turns))))
+def _in_lockstep(turns: tuple[Turn, ...], until: tuple[int, ...], kept_batches: int) -> MemberOrder:
+    passes, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1), until)
+    return MemberOrder(turns, passes, recomputed if kept_batches else frozenset(range(len(turns))), until)
 
 
 def _fewest_kept(plan: StepPlan, most: int) -> int:

@@ -1,0 +1,66 @@
+"""Media items that several samples of a step have: which one is encoded for all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain_lightning.packing.step_plan import EncoderBatches, FloatArray, IntArray, StepPlan
+
+_MOST_READERS = 256
+"""Backbone ranks that may read one media item: so many can give gradients of one entry back."""
+
+
+def costs_once(alike: IntArray | None, costs: FloatArray) -> FloatArray:
+    """``[media items]`` what each costs, where of those alike one is encoded.
+
+    Args:
+        alike: ``[media items]`` equal numbers for equal media items; None where no two are.
+        costs: ``[media items]`` what encoding each costs.
+    """
+    if alike is None:
+        return costs
+    once = np.zeros_like(costs)
+    first = np.unique(alike, return_index=True)[1]
+    once[first] = costs[first]
+    return once
+
+
+def encoded_as(alike: IntArray | None, rank: IntArray, position: IntArray, *, local: bool) -> IntArray | None:
+    """``[media items]`` the media item that is encoded in the place of each: of those alike, that which is read first.
+
+    Args:
+        alike: ``[media items]`` equal numbers for equal media items; None where no two are.
+        rank: ``[media items]`` the backbone rank that reads each.
+        position: ``[media items]`` the position of the microbatch that reads each.
+        local: every rank encodes what it reads.
+
+    Returns:
+        None where every media item is encoded.
+    """
+    if alike is None:
+        return None
+    group = rank if local else rank // _MOST_READERS
+    order = np.lexsort((rank, position, group, alike))
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (np.diff(alike[order]) != 0) | (np.diff(group[order]) != 0)
+    found = np.empty_like(order)
+    found[order] = order[np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
+    return found.astype(np.int64)
+
+
+def side_by_side(batches: EncoderBatches, plan: StepPlan) -> EncoderBatches:
+    """The same batches, in which media items with the same readers lie side by side, as they make one entry.
+
+    Args:
+        batches: ``[encoder rank][number]`` -> media item numbers.
+        plan: says who reads them; its own batches do not count.
+    """
+    if plan.encoded_as is None:
+        return batches
+    ranks, readers = plan.readers[0], plan.media_readers
+    return tuple(
+        tuple(
+            np.array(sorted(batch.tolist(), key=lambda item: (ranks[item], readers[item])), np.int64) for batch in each
+        )
+        for each in batches
+    )

@@ -1,0 +1,102 @@
+"""An encoder's fingerprint changes with all that its features follow from, and with nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints, weights_state
+from flowtrain_lightning.data import FeaturesNotKept
+from tests.tiny import TinyVLM
+
+
+class Choosing(TinyVLM):
+    """Its ``encode`` reads a number of the module, and counts itself."""
+
+    def __init__(self, layer: int = 0, **settings: Any) -> None:
+        super().__init__(**{"freeze_encoder": True, **settings})
+        self.layer = layer
+        self.calls = 0
+        self.unread = layer
+
+    def encode(self, media: Any) -> Any:
+        self.calls += 1
+        return self.encoder(media)[self.layer :]
+
+
+def built(layer: int = 0, **settings: Any) -> Choosing:
+    torch.manual_seed(0)
+    module = Choosing(layer, **settings)
+    module.configure_encoder()
+    return module
+
+
+def fingerprint(module: Any, computes: object = "cpu") -> str:
+    return EncoderFingerprints(module).of("encoder", computes)
+
+
+def test_it_is_the_same_for_the_same_encoder_whatever_was_counted_or_else_is_set() -> None:
+    module, other = built(), built(lr=0.5)
+    other.calls, other.encoder.forwards, other.unread = 7, 0, 3
+    del other.encoder.forwards
+    assert fingerprint(module) == fingerprint(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.encoder.embed.weight.data.view(-1)[3].add_(1e-6),
+        lambda module: module.encoder.register_buffer("mask", torch.ones(1)),
+        lambda module: setattr(module.encoder.dropout, "p", 0.25),
+        lambda module: setattr(module.encoder.block.norm, "eps", 1e-6),
+        lambda module: setattr(module.encoder, "select_layer", -2),
+        lambda module: setattr(module, "layer", 1),
+        lambda module: module.encoder.double(),
+        lambda module: setattr(module.encoder, "block", nn.Identity()),
+    ],
+)
+def test_it_changes_with_weights_buffers_settings_and_layers(change: Callable[[Any], Any]) -> None:
+    module = built().eval()
+    before = fingerprint(module)
+    change(module)
+    assert fingerprint(module) != before
+
+
+def test_it_changes_with_where_and_how_it_computes() -> None:
+    assert fingerprint(built(), "cuda") != fingerprint(built(), "cpu")
+
+
+def test_weights_are_read_again_only_where_they_were_changed() -> None:
+    module = built()
+    fingerprints = EncoderFingerprints(module)
+    before, state = fingerprints.of("encoder", ""), weights_state(module, "encoder")
+    module.calls += 1
+    assert fingerprints.of("encoder", "") == before
+    assert weights_state(module, "encoder") == state
+    with torch.no_grad():
+        module.encoder.embed.weight.mul_(0.5)
+    assert weights_state(module, "encoder") != state
+    assert fingerprints.of("encoder", "") != before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda module: module.encoder.heads[0].requires_grad_(True), "it trains"),
+        (lambda module: setattr(module.encoder, "norm", nn.BatchNorm1d(4)), "follows the other pictures of a batch"),
+        (lambda module: setattr(module.encoder.dropout, "p", 0.25), "draws random numbers"),
+    ],
+)
+def test_what_does_not_follow_from_pixels_alone_is_refused(change: Callable[[Any], Any], told: str) -> None:
+    module = built()
+    change(module)
+    module.encoder.norm.requires_grad_(False) if hasattr(module.encoder, "norm") else None
+    with pytest.raises(FeaturesNotKept, match=told):
+        fingerprint(module)
+    if "trains" not in told:
+        module.eval()
+        assert fingerprint(module)

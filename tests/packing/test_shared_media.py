@@ -1,0 +1,64 @@
+"""Media items that several samples have: one is encoded for all, where it is read first, and costs once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain_lightning.packing import SampleSizes, StepPlan
+from flowtrain_lightning.packing.step_work import in_two_passes, step_work
+from tests.packing.sizes import BUDGETS, RANKS, plan_of, shared_sizes, sharing_strategy
+
+
+def encoded(plan: StepPlan) -> list[int]:
+    return [item for of_rank in plan.encoder_batches for batch in of_rank for item in batch.tolist()]
+
+
+@settings(max_examples=25)
+@given(sharing_strategy(30), BUDGETS, RANKS, RANKS, st.booleans())
+def test_every_media_item_is_read_from_one_that_is_the_same_and_comes_no_later(
+    sizes: SampleSizes, budget: int, encoders: int, backbones: int, local: bool
+) -> None:
+    encoders = backbones if local else encoders
+    plan = plan_of(sizes, encoders, backbones, encoder_budget=budget, local=local)
+    found, (rank, position) = encoded(plan), plan.readers
+    source = np.arange(len(rank)) if plan.encoded_as is None else plan.encoded_as
+    assert sorted(found) == sorted({*source.tolist()})
+    assert sizes.media_content is not None
+    assert (sizes.media_content[source] == sizes.media_content).all()
+    assert (position[source] <= position).all()
+    assert not local or (rank[source] == rank).all()
+    read = [(entry, reader) for entry in plan.entries for reader in entry.readers]
+    assert {(int(item), *reader) for entry, reader in read for item in entry.media} == {
+        (int(source[item]), int(rank[item]), int(position[item])) for item in range(len(rank))
+    }
+    for of_rank, until in zip(plan.encoder_turns, plan.read_until, strict=True):
+        assert list(of_rank) == sorted(of_rank) or local
+        assert all(turn[0] <= last for turn, last in zip(of_rank, until, strict=True))
+
+
+def test_five_questions_on_a_picture_cost_the_encoder_one_picture() -> None:
+    samples = [(10, [1 + number // 5]) for number in range(20)]
+    sizes = shared_sizes(samples, [1, 8, 8, 8, 8])
+    once, often = plan_of(sizes, 1, 1), plan_of(replace(sizes, media_content=None), 1, 1)
+    assert (len(encoded(once)), len(encoded(often))) == (4, 20)
+    seconds = [
+        sum(
+            batch.seconds
+            for batches in step_work(
+                plan, lambda tokens: in_two_passes(1.0), lambda patches: in_two_passes(float(patches.sum()))
+            )["encoder"]
+            for batch in batches
+        )
+        for plan in (once, often)
+    ]
+    assert 5 * seconds[0] == seconds[1]
+
+
+def test_what_has_other_rows_is_another_media_item() -> None:
+    sizes = shared_sizes([(10, [1]), (10, [1])], [1, 8])
+    assert len(encoded(plan_of(sizes, 1, 1))) == 1
+    assert len(encoded(plan_of(replace(sizes, media_rows=np.array([8, 9])), 1, 1))) == 2
