@@ -97,7 +97,7 @@ def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained,
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", WITHOUT_A_CLASS)
-def test_adapters_of_a_family_that_no_class_names_train_on_two_ranks_as_in_one_process(trained, family):
+def test_adapters_of_a_family_that_no_class_names_train_on_ranks_as_in_one_process(trained, family):
     pytest.importorskip("peft")
     runs = [read_run(trained(family, each, True)) for each in ("1+1", "auto")]
     assert any("lora_A" in name for name in runs[0].weights[-1])
