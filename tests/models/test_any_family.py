@@ -120,12 +120,6 @@ def test_the_page_takes_idefics3_from_nothing_to_a_training(folder, tmp_path, mo
     )
     assert before.keys() == after.keys()
     assert not all(weight.equal(before[name]) for name, weight in after.items())
-    processor = transformers.AutoProcessor.from_pretrained("tuned")
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    prompt = processor.apply_chat_template(asked, add_generation_prompt=True)
-    given = processor(text=prompt, images=[Image.open("1.png")], return_tensors="pt")
-    answer = transformers.AutoModelForImageTextToText.from_pretrained("tuned").generate(**given, max_new_tokens=3)
-    assert answer.shape[1] > given["input_ids"].shape[1]
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_family_trains_as_hugging_faces_whole_model(family, by_any):
     "family",
     [pytest.param(name, marks=() if name in _QUICK_BY_NAME else pytest.mark.full) for name in _WITHOUT_A_CLASS],
 )
-def test_a_family_without_a_class_trains_by_its_published_config_within_a_minute_of_one_core(family):
+def test_a_family_without_a_class_trains_by_its_usual_config_within_a_minute(family):
     begin = time.process_time()
     found = certify(published(family), AnyVLM)
     assert (found.verdict, found.module, found.reason) == ("exact", "AnyVLM", "")
@@ -129,7 +129,7 @@ def test_scans_and_convolutions_that_cross_samples_are_refused_with_their_figure
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["chameleon", "perception_lm", "ovis2", "instructblip", "diffusion_gemma", "fuyu"])
-def test_what_cannot_be_compared_is_refused_in_a_sentence_without_shapes_and_names_of_exceptions(family):
+def test_what_cannot_be_compared_is_refused_in_a_sentence_for_its_user(family):
     found = certify(published(family), AnyVLM)
     assert not found.trains
     assert found.reason.endswith(".")

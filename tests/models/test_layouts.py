@@ -15,7 +15,6 @@ from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
-from tests.models.without_a_class import WITHOUT_A_CLASS
 
 pytest.importorskip("transformers")
 
@@ -85,23 +84,6 @@ def test_tiles_are_joined_and_experts_chosen_in_every_placement_as_in_one_proces
 def test_the_class_that_takes_any_family_computes_on_ranks_what_one_process_does(trained, family, layout):
     runs = [read_run(trained(family, each)) for each in (layout, "auto")]
     assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["1+1", "colocated 2", "2+2 sharded"])
-@pytest.mark.parametrize("family", WITHOUT_A_CLASS)
-def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained, family, layout):
-    runs = [read_run(trained(family, each)) for each in (layout, "auto")]
-    assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", WITHOUT_A_CLASS)
-def test_adapters_of_a_family_that_no_class_names_train_on_two_ranks_as_in_one_process(trained, family):
-    pytest.importorskip("peft")
-    runs = [read_run(trained(family, each, True)) for each in ("1+1", "auto")]
-    assert any("lora_A" in name for name in runs[0].weights[-1])
-    assert_equal(*runs)
 
 
 def assert_equal(found: Run, expected: Run) -> None:

@@ -17,7 +17,7 @@ from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
-from tests.models.without_a_class import WITHOUT_A_CLASS, family_of
+from tests.models.tiny import FAMILIES
 
 BY_ANY = " by any"
 """After the name of a family, has the class train it that takes any."""
@@ -60,12 +60,12 @@ def train(
     ``moves`` says whether a projector behind a frozen tower goes to the backbone half.
     """
     torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
-    chosen, recorder = family_of(family.removesuffix(BY_ANY)), Recorder()
+    chosen, recorder = FAMILIES[family.removesuffix(BY_ANY)], Recorder()
     kind: Any = AnyVLM if family.endswith(BY_ANY) else chosen.kind
     kind = kind if moves else type("Kept", (kind,), {"projector": ()})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     settings |= {"compile": compile, "recompute": recompute}
-    images: dict[str, Any] = {"images": chosen.images, "token_budget": 512 if family in WITHOUT_A_CLASS else 160}
+    images: dict[str, Any] = {"images": chosen.images}
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(
