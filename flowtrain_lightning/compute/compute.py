@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.context_loss import LossInParts
@@ -22,9 +22,9 @@ from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
-from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
+from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.parallel.random_streams import enter_stream
 from flowtrain_lightning.pool import entry_nbytes
 
@@ -85,7 +85,7 @@ def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
     return {modality: tensors[0] if len(tensors) == 1 else tensors}
 
 
-class UserMethods(Protocol):
+class UserMethods(HalvedModule, Protocol):
     """The methods of the user's module that a step calls; `FlowModule` has them."""
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
@@ -99,18 +99,6 @@ class UserMethods(Protocol):
 
     def logging_refused(self, where: str) -> AbstractContextManager[None]:
         """Inside, ``log`` raises."""
-
-    halves: Mapping[str, tuple[str, ...]]
-
-    @property
-    def role_graph(self) -> RoleGraph:
-        """The edges between the halves."""
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """As of `torch.nn.Module`."""
-
-    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of `torch.nn.Module`."""
 
 
 class Compute:
@@ -171,7 +159,7 @@ class Compute:
                 when it was first tried.
         """
         if media.kept is not None:
-            enter, encode = (partial(each, role, *step, number) for each in (enter_stream, self._encode))
+            enter, encode = partial(enter_stream, role, *step, number), partial(self._encode, role, *step, number)
             return self._kept.features(role, media, enter, encode, self.device)
         return self._encode(role, *step, number, media)
 

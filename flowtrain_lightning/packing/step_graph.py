@@ -35,6 +35,11 @@ class Meeting(NamedTuple):
         """A rank needs another one, so that all must come to their passes in one order."""
         return self.ranks > 1 or bool(self.passes)
 
+    @property
+    def together(self) -> int:
+        """Neighbouring members that begin a pass together; 1 where each goes at its own pace."""
+        return self.members if self.passes else 1
+
 
 def any_binds(meets: Mapping[str, Meeting]) -> bool:
     """Whether ranks need each other in a pass of some role: then ranks of several roles have a fixed order."""

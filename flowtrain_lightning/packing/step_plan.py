@@ -240,6 +240,7 @@ class StepPlan:
                     if end == len(readers) or readers[end] != reader:
                         members = media[start:end]
                         rows, modality = int(media_rows[members].sum()), self.sizes.modality_of(members[0])
-                        found.append(Entry(encoder_rank, number, *reader[0], members, rows, modality, reader[1:]))
+                        (rank, position), *also = reader
+                        found.append(Entry(encoder_rank, number, rank, position, members, rows, modality, tuple(also)))
                         start = end
         return tuple(found)

@@ -96,7 +96,7 @@ def plan_step(
     if encoder_cost is None or local or colocated_lanes or encoders:
         # A rank with both lanes never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another.
-        weights = _shares_of_encoders(sizes, media_costs) if encoders else sizes.media_patches
+        weights = _shares_of_encoders(sizes, media_costs) if encoders else sizes.media_patches.astype(np.float64)
         order = media_order(_media_per_position(microbatches, sizes, costs_once(alike, weights)))
         microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
     else:

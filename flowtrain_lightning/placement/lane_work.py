@@ -96,6 +96,7 @@ def _recomputed(plan: StepPlan, allocation: Allocation, kept_batches: int) -> li
         meet=bool(allocation.layouts[ENCODER].meets.passes),
         colocated={encoder for encoder, _ in allocation.colocated_lanes},
         in_fixed_order=any_binds(allocation.meets),
+        readers_meet=allocation.layouts[BACKBONE].meets.together,
     )
     again = [{order.turns[place] for place in order.recomputed} for order in orders]
     return [

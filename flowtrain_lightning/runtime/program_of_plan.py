@@ -94,6 +94,7 @@ def _encoding_roles(
             of_role=shard.members_of(role),
             colocated=[member] if shard.backbone_rank is not None else [],
             in_fixed_order=shard.in_fixed_order,
+            readers_meet=shard.meeting(shard.trunk).together,
         )
         batches = _made_batches(plan, shard, member, of_batch[member], order)
         due = tuple(position for position, _ in order.turns)

@@ -80,6 +80,15 @@ def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order
     check_exact(step, plan, trains=trains)
 
 
+@pytest.mark.parametrize("kept", [1, 2, 4])
+@pytest.mark.parametrize("encoders", [1, 2])
+def test_an_encoder_with_more_batches_for_a_position_than_it_keeps_holds_up_no_ranks_that_share_weights(encoders, kept):
+    plan = plan_of(make_sizes(*[(10, [30, 30])] * 18), encoders, 3, encoder_budget=30)
+    for events in range(5):
+        step = run_step(plan, colocated=False, kept=kept, events=events, sharing=("backbone",))
+        check_exact(step, plan)
+
+
 @settings(max_examples=60)
 @given(sizes_strategy(20), BUDGETS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
 def test_colocated_ranks_that_share_weights_come_to_every_collective_in_one_order(
@@ -135,15 +144,19 @@ SHARED = given(
 
 @settings(max_examples=15)
 @SHARED
-def test_what_samples_share_is_encoded_once_and_all_readers_gradients_reach_it(*step):
-    check_shared(*step)
+def test_what_samples_share_is_encoded_once_and_all_readers_gradients_reach_it(
+    sizes, budget, encoders, backbones, kept, events, sharing, trains, colocated
+):
+    check_shared(sizes, budget, encoders, backbones, kept, events, sharing, trains, colocated)
 
 
 @pytest.mark.full
 @settings(max_examples=1000)
 @SHARED
-def test_what_samples_share_is_exact_in_a_thousand_steps(*step):
-    check_shared(*step)
+def test_what_samples_share_is_exact_in_a_thousand_steps(
+    sizes, budget, encoders, backbones, kept, events, sharing, trains, colocated
+):
+    check_shared(sizes, budget, encoders, backbones, kept, events, sharing, trains, colocated)
 
 
 @settings(max_examples=30)

@@ -36,22 +36,24 @@ def forwards_first(batches: Sequence[int], in_flight: int, recomputed: Collectio
             yield "backward", number
 
 
-def recomputed_batches(plan: StepPlan, kept_batches: int) -> tuple[frozenset[int], ...]:
+def recomputed_batches(plan: StepPlan, kept_batches: int, readers_meet: int = 1) -> tuple[frozenset[int], ...]:
     """The batches that an encoder which trains has to recompute, so that no lane ever blocks.
 
     With few kept activations the order of a step could block: an encoder batch waits for the gradients of a microbatch
-    that waits for features of a later batch, which may not run yet. So all lanes go as far as they can, and wherever
+    that waits for features of a later batch, which may not run yet: it reads them itself, or ranks that gather weights
+    with its own do. So all lanes go as far as they can, and wherever
     none can go on, the next waiting batch is marked as recomputed: of several lanes' the one with the lowest number,
     then that of the lowest rank. How far they can go does not depend on durations, so the plan alone decides.
 
     Args:
         plan: the step's plan.
         kept_batches: encoder batches per rank whose activations may be kept at a time, from 0.
+        readers_meet: neighbouring members of the role that reads which begin each microbatch together.
 
     Returns:
         for each encoder rank the numbers of its recomputed batches.
     """
-    lanes = _Lanes(plan, kept_batches)
+    lanes = _Lanes(plan, kept_batches, readers_meet)
     while not lanes.are_done:
         if not lanes.go_on():
             number, rank = min(
@@ -70,8 +72,9 @@ class _Lanes:
         recomputed: of each encoder rank, the batches of which nothing is kept.
     """
 
-    def __init__(self, plan: StepPlan, kept_batches: int) -> None:
+    def __init__(self, plan: StepPlan, kept_batches: int, readers_meet: int) -> None:
         self._kept_batches = kept_batches
+        self._readers_meet = readers_meet
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for entry in plan.entries:
             found.setdefault((entry.encoder_rank, entry.encoder_batch), []).extend(entry.readers)
@@ -100,11 +103,18 @@ class _Lanes:
         for rank in range(len(self.readers)):
             while self._encode(rank) or self._give_back(rank):
                 moved = True
-        for rank, lacks in enumerate(self._lacks):
-            while self._done[rank] < len(lacks) and not lacks[self._done[rank]]:
-                self._done[rank] += 1
+        for first in range(0, len(self._lacks), self._readers_meet):
+            group = range(first, min(first + self._readers_meet, len(self._lacks)))
+            while self._can_read(group):
+                for rank in group:
+                    self._done[rank] += 1
                 moved = True
         return moved
+
+    def _can_read(self, group: range) -> bool:
+        """Whether ranks that begin microbatches together have all that the next ones read."""
+        position = self._done[group.start]
+        return position < len(self._lacks[group.start]) and not any(self._lacks[rank][position] for rank in group)
 
     def _encode(self, rank: int) -> bool:
         number = self.forwards[rank]

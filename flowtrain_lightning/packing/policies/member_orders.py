@@ -36,6 +36,7 @@ def member_orders(
     of_role: Iterable[int] | None = None,
     colocated: Collection[int],
     in_fixed_order: bool,
+    readers_meet: int,
 ) -> list[MemberOrder]:
     """The orders of some encoder members.
 
@@ -47,6 +48,7 @@ def member_orders(
         of_role: all members of their role, which meet; None where there is one such role.
         colocated: members whose ranks have a backbone lane, too.
         in_fixed_order: these take turns in a fixed order.
+        readers_meet: neighbouring members of the role that reads which begin each microbatch together.
     """
     orders = []
     kept, recomputed = kept_batches, None
@@ -60,7 +62,7 @@ def member_orders(
         if recomputed is None:
             if colocated and len(plan.encoder_batches) == len(plan.microbatches) == 1:
                 kept = _fewest_kept(plan, kept_batches)
-            recomputed = recomputed_batches(plan, kept)
+            recomputed = recomputed_batches(plan, kept, readers_meet)
         numbers = [number for number, media in enumerate(plan.encoder_batches[member]) if len(media)]
         passes = tuple(forwards_first(numbers, kept, recomputed[member]))
         until = plan.read_until[member]

@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.runtime.program_of_plan import make_program
 from tests.packing.sizes import BUDGETS, RANKS, make_sizes, meeting_of, plan_of, sizes_strategy
 
-APART = {"meet": False, "colocated": (), "in_fixed_order": False}
+APART = {"meet": False, "colocated": (), "in_fixed_order": False, "readers_meet": 1}
 
 
 @given(sizes_strategy(20), RANKS, RANKS, st.integers(0, 3), BUDGETS)
@@ -43,6 +43,7 @@ def test_a_rank_of_two_lanes_runs_its_order(sizes, ranks, kept, budget, meet, sh
     plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     meets = ({"encoder": meeting_of(ranks)} if meet else {}) | ({"backbone": meeting_of(ranks)} if shares else {})
     settings = {"meet": meet, "colocated": range(ranks), "in_fixed_order": meet or shares}
+    settings["readers_meet"] = ranks if shares else 1
     for rank, order in enumerate(member_orders(plan, range(ranks), kept, **settings)):
         lanes = tuple((other, other) for other in range(ranks))
         program = make_program(plan, RankShard(rank, ranks, (rank,), ranks, lanes, meets=meets), kept)
