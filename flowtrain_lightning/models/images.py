@@ -77,7 +77,7 @@ def _tiles(kind: str, processor: Any, config: Any, model: str | Path) -> ImagePr
         case "Gemma3":
             merge = size["height"] // patch_size // math.isqrt(config.mm_tokens_per_image)
             options = {"do_pan_and_scan": False}
-        case "SmolVLM" | "Idefics3":
+        case "SmolVLM" | "Idefics3" if hasattr(config, "scale_factor"):
             side = processor.max_image_size["longest_edge"]
             merge, size = config.scale_factor, {"height": side, "width": side}
         case _:

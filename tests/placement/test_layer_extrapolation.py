@@ -77,19 +77,23 @@ def test_what_a_layer_adds_counts_for_all_of_them(data, monkeypatch, build_first
     with pytest.warns(
         UserWarning, match="DeepVLM does not fit on .* whole. Each half is measured with one and with two"
     ):
-        profile = profiled(module, data, flops=True)
+        profile = profiled(module, data)
     assert not profile.whole
     for lengths in (np.array([40]), np.array([24, 24, 60])):
         assert profile.encoder_cost.of_set(lengths) == pytest.approx(DEPTH * LAYER.of_set(lengths), rel=0.01)
     whole = DeepEncoder()
     assert profile.roles["encoder"].parameters == sum(weight.numel() for weight in whole.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*does not fit on")
+def test_the_flops_are_those_of_the_whole_module(data):
+    profile = profiled(DeepVLM(), data, flops=True)
     per_layer = 2 * WIDTH * (3 * WIDTH + WIDTH + 4 * WIDTH)
     ends = 2 * (IMAGES.patch_dim * WIDTH + WIDTH * WIDTH)
     assert profile.roles["encoder"].flops.forward.linear == pytest.approx(DEPTH * per_layer + ends, rel=0.01)
     assert profile.roles["backbone"].optimizer_seconds > 0
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*does not fit on")
 def test_layers_that_are_not_alike_are_refused(data):
     class Uneven(DeepVLM):

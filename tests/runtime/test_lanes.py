@@ -82,7 +82,7 @@ def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
 @pytest.mark.parametrize("encoders", [1, 2])
-def test_an_encoder_with_more_batches_for_a_position_than_it_keeps_holds_up_no_ranks_that_share_weights(encoders, kept):
+def test_more_batches_for_a_position_than_are_kept_hold_up_no_ranks_that_share(encoders, kept):
     plan = plan_of(make_sizes(*[(10, [30, 30])] * 18), encoders, 3, encoder_budget=30)
     for events in range(5):
         step = run_step(plan, colocated=False, kept=kept, events=events, sharing=("backbone",))

@@ -115,7 +115,7 @@ def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
     assert demand.features == {"backbone": {}, "encoder": expected}
     read = [each.entry for microbatch in program.roles["backbone"].batches.values() for each in microbatch.read]
     assert demand.gradients == {
-        entry: Reservation(nbytes(plan.entries[entry].rows), number) for number, entry in enumerate(read)
+        (entry, 0): Reservation(nbytes(plan.entries[entry].rows), number) for number, entry in enumerate(read)
     }
 
 
