@@ -58,7 +58,7 @@ def test_a_small_allocation_is_simulated_whole():
     assert part_of(whole, MOST) == (whole, 1.0)
 
 
-def test_groups_that_are_too_large_for_a_part_of_few_ranks_leave_one_of_a_few_times_as_many():
+def test_groups_too_large_for_a_part_of_few_ranks_leave_one_of_a_few_times_as_many():
     layouts = {
         "encoder": Layout(4096, 4, shard="fsdp", replicas=256),
         "backbone": Layout(1760, 8, shard="fsdp", replicas=110),
