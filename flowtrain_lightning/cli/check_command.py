@@ -27,7 +27,7 @@ class CheckParser(BriefParser):
     """Says in its help where the options are that make up the configuration."""
 
     def print_help(self, *args: Any, **kwargs: Any) -> None:
-        """What ``--help`` prints."""
+        """The text of ``--help``."""
         if self.prog != _NAME:  # of a class, such as `--model.help` asks for
             super().print_help(*args, **kwargs)
             return
@@ -79,7 +79,7 @@ def run() -> None:
 
 
 def _reported(cli: LightningCLI) -> CheckReport:
-    """What the check finds. Where it ends with an error, that is shown and this command ends."""
+    """Runs the check. Where it ends with an error, that is shown and this command ends."""
     try:
         return report_of(cli.model, cli.datamodule, cli.trainer)
     except MISTAKES:

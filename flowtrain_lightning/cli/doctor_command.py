@@ -158,7 +158,7 @@ def examine_device_tier(make_runtime: Callable[[int], DeviceRuntime]) -> Fact:
 
 
 def _open_tier(rank: int, store: Path, make_runtime: Callable[[int], DeviceRuntime], sender: Connection) -> None:
-    """What each process does: says why it cannot, or an empty text."""
+    """Tries the device tier in one process; says why it cannot, or an empty text."""
     try:
         mesh = Mesh.connect(FileStore(str(store), 2), rank, 2, ("process 0", "process 1"), _TIER_SECONDS)
         tier = open_device_tier(mesh, make_runtime(rank), 1 << 20)

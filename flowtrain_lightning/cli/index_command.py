@@ -31,7 +31,7 @@ class IndexParser(BriefParser):
     """Shows this command's own options in its help, and where those are that make up the configuration."""
 
     def print_help(self, *args: Any, **kwargs: Any) -> None:
-        """What ``--help`` prints."""
+        """The text of ``--help``."""
         if self.prog != _NAME:  # of a class, such as `--data.tokenizer.help` asks for
             super().print_help(*args, **kwargs)
             return

@@ -1,4 +1,4 @@
-"""What training on so many tokens takes and costs by a plan."""
+"""Hours and cost of training on so many tokens by a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 
 @dataclass(frozen=True)
 class Price:
-    """What an hour of one device costs.
+    """The price of an hour of one device.
 
     Attributes:
         amount: above 0.

@@ -1,4 +1,4 @@
-"""Which plan to show first: the best one that training runs, and beside it what it does not run yet."""
+"""Chooses the plan to show first: the best one that training runs, and beside it what it does not run yet."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _price(options: argparse.Namespace) -> Price | None:
-    """What an hour of a device costs, if that was said; refuses a bill that cannot be made."""
+    """The price of a device's hour, if that was said; refuses a bill that cannot be made."""
     tokens = options.time_to_train
     if tokens is not None and not 0 < tokens < inf:
         raise PlanningError(f"--time-to-train is {tokens:g}; it must be a number above 0.")

@@ -1,4 +1,4 @@
-"""What ``flowtrain plan`` reads: a module, a device and the lengths of data, from names and files."""
+"""The input of ``flowtrain plan``: a module, a device and the lengths of data, from names and files."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def workers_for(cores: float) -> int:
 
 
 def loading_in_words(cores: float) -> str:
-    """What the report says of loading."""
+    """The report's line about loading."""
     if cores < 0.01:
         return "decoding pictures takes each rank less than 1 % of a core"
     return f"decoding pictures takes each rank {cores:.2g} of its host's cores, at {DECODING * 1e9:.0f} ms a megapixel"

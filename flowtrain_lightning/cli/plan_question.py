@@ -1,4 +1,4 @@
-"""What ``flowtrain plan`` was asked, the plans that answer it, and by which token budget they are best."""
+"""The question of ``flowtrain plan``, the plans that answer it, and the token budget with which they are best."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _POWERS = (-3, -2, -1, 0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What is planned for.
+    """The module, devices and data that are planned for.
 
     Attributes:
         module: that trains.
@@ -98,7 +98,7 @@ class PlanQuestion:
         return choose_plans(self.costs, self.simulator, self.running)
 
     def given(self, allocation: Allocation) -> ModelledPlan:
-        """What an allocation of the user's own takes, simulated where training runs it.
+        """Predicts an allocation of the user's own, simulated where training runs it.
 
         Raises:
             PlanningError: it cannot be that of this module on these devices.

@@ -1,4 +1,4 @@
-"""What would make a module fit on the devices that there are, before more of them are asked for."""
+"""Finds what makes a module fit on the devices that there are, before more of them are asked for."""
 
 from __future__ import annotations
 

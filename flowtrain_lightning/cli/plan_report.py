@@ -1,4 +1,4 @@
-"""What ``flowtrain plan`` prints: hours and cost, the recommended plan in words, the others beside it, what is next."""
+"""The report of ``flowtrain plan``: hours and cost, the recommended plan in words, others beside it, what is next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowtrain_lightning.placement.text_table import counted, text_table
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What was planned, and for what.
+    """A question with its plans.
 
     Attributes:
         choices: the plans.
@@ -182,7 +182,7 @@ class PlanReport:
         return text_table(("", "s/step", "samples/s", *choice.chosen.cells()), lines)
 
     def _next(self) -> list[str]:
-        """What to do next, where there is something to start."""
+        """The next command, where there is something to start."""
         plan = self.choices.recommended.chosen
         if why_plan_cannot_run(plan, self.problems) is not None:
             return []
@@ -216,7 +216,7 @@ def batch_warning(problems: Problems) -> str | None:
 
 
 def given_in_words(plan: ModelledPlan, problems: Problems) -> str:
-    """What a given layout takes, as sentences, where there is no plan to show it beside."""
+    """Describes a given layout in sentences, where there is no plan to show it beside."""
     limit = usable_bytes(problems[BACKBONE].cluster) / 1e9
     return f"{_time_of_given(plan)}, and {plan.peak_bytes / 1e9:.1f} GB of the {limit:.1f} that can be planned for."
 

@@ -45,7 +45,7 @@ _ON_HOST = {
 
 
 def placed_in_words(plan: ModelledPlan) -> str:
-    """How the roles of a plan share its devices."""
+    """Says how the roles of a plan share its devices."""
     return "one role on every device" if len(plan.chosen) == 1 else _PLACED[plan.kind]
 
 
@@ -72,7 +72,7 @@ def _layout_in_words(layout: Layout) -> str:
 
 
 def tokens_in_words(problems: Problems) -> str:
-    """What a step asks of every role."""
+    """Says what a step asks of every role."""
     return " and ".join(f"{problem.load.tokens:,.0f} tokens of the {role}" for role, problem in problems.items())
 
 

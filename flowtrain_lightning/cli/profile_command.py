@@ -44,7 +44,7 @@ class ProfileParser(BriefParser):
     """Shows this command's own options in its help, and where those are that make up the configuration."""
 
     def print_help(self, *args: Any, **kwargs: Any) -> None:
-        """What ``--help`` prints."""
+        """The text of ``--help``."""
         if self.prog != _NAME:  # of a class, such as `--trainer.accelerator.help` asks for
             super().print_help(*args, **kwargs)
             return
@@ -131,7 +131,7 @@ _SHOWN = 5
 
 
 def profile_as_text(profile: Profile) -> str:
-    """What was measured, for a terminal."""
+    """The measured profile, for a terminal."""
     origin = profile.origin
     threads = origin.settings["threads"]
     heading = (
@@ -210,7 +210,7 @@ def _speed(flops_per_second: float) -> str:
 
 
 def data_as_text(data: DataProfile) -> str:
-    """What the data are like, for a terminal."""
+    """The data's lengths, for a terminal."""
     sizes = data.sizes
     lengths: list[tuple[str, IntArray]] = [
         ("tokens of a sample", sizes.tokens),

@@ -131,7 +131,7 @@ def _workload(module: ModuleDescription, sizes: SampleSizes, samples: int, budge
 
 
 def _source(options: argparse.Namespace, profile: Profile | None) -> str:
-    """Where costs are from."""
+    """The source of costs."""
     measured = "" if profile is None else f"the costs of {options.profile} ({profile.origin.device})"
     if options.model is None:
         return measured
@@ -187,7 +187,7 @@ def _draw(found: Simulation, path: Path) -> None:
 
 
 def _timelines(found: Simulation, ranks: set[int]) -> list[dict[str, Any]]:
-    """What the ranks do, in the form in which real runs record it."""
+    """The simulated work of ranks, in the form in which real runs record theirs."""
     from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, Span
 
     def span(one: Activity) -> Span:

@@ -41,7 +41,7 @@ def run() -> None:
 
 
 def _first_of_help(command: str) -> str:
-    """What stands before the hundreds of lines about Lightning's Trainer: an example, and what model and data take."""
+    """The first lines of ``--help``: an example, and the options of model and data."""
     classes = {"model": "flowtrain_lightning.models.QwenVLM", "data": "flowtrain_lightning.FlowDataModule"}
     model, data = classes.values()
     taken = fill(", ".join(list(signature(FlowDataModule).parameters)), 76, initial_indent="  ", subsequent_indent="  ")

@@ -1,4 +1,4 @@
-"""What ranks compute on: packed media, packed sequences, features, and one rank's shard of a step."""
+"""The batches of ranks: packed media, packed sequences, features, and one rank's shard of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TWO_ROLES = graph_of(ROLES)
 
 @dataclass(frozen=True)
 class RankShard:
-    """What one rank loads of every step.
+    """The part of every step that one rank loads.
 
     Attributes:
         backbone_rank: the data-parallel rank within the backbone role, which tensor ranks have in common; None where
@@ -63,7 +63,7 @@ class RankShard:
     producers_per_rank: int = 1
 
     def meeting(self, role: str) -> Meeting:
-        """Which ranks of a role begin a pass together."""
+        """The ranks of a role that begin a pass together."""
         return self.meets.get(role, Meeting())
 
     @property
@@ -114,12 +114,12 @@ class RankShard:
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:
-        """What one rank loads in plain data parallelism, where each rank holds the whole module."""
+        """The shard of a rank in plain data parallelism, where each rank holds the whole module."""
         return cls(rank, ranks, (rank,), ranks, local=True)
 
 
 class Clip(NamedTuple):
-    """What a video is in time: moments that follow each other, each of a few frames.
+    """A video in time: moments that follow each other, each of a few frames.
 
     Attributes:
         moments: how many there are.
@@ -297,7 +297,7 @@ class PackedBatch:
 
 
 class StepBatch:
-    """What one rank holds of one step: one Lightning batch.
+    """One rank's part of one step: one Lightning batch.
 
     A plain class and no dataclass, since Lightning would copy a dataclass field by field on its way to the device.
 

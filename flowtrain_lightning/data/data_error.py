@@ -1,4 +1,4 @@
-"""What is raised where data cannot be used."""
+"""Errors about data that cannot be used."""
 
 from __future__ import annotations
 

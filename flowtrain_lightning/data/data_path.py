@@ -1,4 +1,4 @@
-"""Where data lie: a local path, or an address behind ``fsspec``; and which addresses a record may name."""
+"""Paths of data: local ones, or addresses behind ``fsspec``; and the addresses that a record may name."""
 
 from __future__ import annotations
 

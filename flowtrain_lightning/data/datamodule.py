@@ -208,18 +208,18 @@ class FlowDataModule(L.LightningDataModule):
 
     @property
     def images(self) -> ImageProcessor:
-        """What becomes of images."""
+        """The processor of images."""
         return self._images or self._of_model("images") or ImageProcessor()
 
     @property
     def videos(self) -> VideoProcessor | None:
-        """What becomes of videos; None where records may have none."""
+        """The processor of videos; None where records may have none."""
         found: VideoProcessor | None = self._videos or self._of_model("videos")
         return found
 
     @property
     def template(self) -> Template:
-        """How conversations are written."""
+        """The template of conversations."""
         return self._template or self._of_model("template") or ChatTemplate()
 
     def read_as(self, module: L.LightningModule) -> None:
@@ -239,7 +239,7 @@ class FlowDataModule(L.LightningDataModule):
         return alone
 
     def _of_model(self, name: str) -> Any:
-        """What the model that is trained says it reads, in its attribute ``processor``; None where it does not."""
+        """The attribute ``processor`` of the model that is trained; None where it has none."""
         module = self._reader if self.trainer is None else self.trainer.lightning_module
         return getattr(getattr(module, "processor", None), name, None)
 
@@ -470,7 +470,7 @@ class FlowDataModule(L.LightningDataModule):
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
 
     def _steps(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
-        """Which samples are in each step of a stage."""
+        """The samples of each step of a stage."""
         sizing = StepSizing(
             self.token_budget,
             self._packing_in_effect().cost,

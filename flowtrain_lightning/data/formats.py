@@ -1,4 +1,4 @@
-"""What a record means, wherever it lies: a conversation with its images and videos, text alone, or token ids."""
+"""Reads records, wherever they lie: a conversation with its images and videos, text alone, or token ids."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ class Record:
 
     @property
     def files(self) -> tuple[MediaFile | VideoFile, ...]:
-        """Where each image and each video is, in order, but for what loads itself."""
+        """The places of images and videos, in order, but for what loads itself."""
         return tuple(item for item in self.media if not isinstance(item, OwnMedia))
 
     @property
     def images(self) -> tuple[MediaFile, ...]:
-        """Where each image is, in order."""
+        """The places of images, in order."""
         return tuple(item for item in self.files if not isinstance(item, VideoFile))
 
     @property
     def videos(self) -> tuple[VideoFile, ...]:
-        """Where each video is, in order."""
+        """The places of videos, in order."""
         return tuple(item for item in self.media if isinstance(item, VideoFile))
 
     @property
     def answer(self) -> str | None:
-        """What the backbone should say: the last turn, where it is the assistant's, or the completion; else None."""
+        """The right answer: the last turn, where it is the assistant's, or the completion; else None."""
         if isinstance(self.written, Completion):
             return self.written.text
         return self.turns[-1].text if self.turns and self.turns[-1].role == ASSISTANT else None
 
     @property
     def question(self) -> str:
-        """What stands before the answer, as a person would read it; empty of token ids."""
+        """The text before the answer, as a person would read it; empty of token ids."""
         if isinstance(self.written, Completion):
             return self.written.prompt
         asked = self.turns if self.answer is None else self.turns[:-1]
@@ -97,7 +97,7 @@ def parse(
     file_of: Callable[[str], MediaFile],
     ignored: Collection[str] = (),
 ) -> Record:
-    """What one JSON value means.
+    """Reads one JSON value.
 
     Args:
         fields: the value.
@@ -218,7 +218,7 @@ def _several(value: Any) -> list[Any]:
 
 
 def _media(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile]) -> MediaFile | VideoFile:
-    """Where an image or a video is."""
+    """Reads the place of an image or a video."""
     file = _file(item, kind, where, file_of)
     return VideoFile(file) if kind == "video" else file
 

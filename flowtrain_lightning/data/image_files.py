@@ -34,7 +34,7 @@ class ImageError(MediaError):
 
 
 class ImageHeader(NamedTuple):
-    """What an image's header says.
+    """The header of an image.
 
     Attributes:
         height: in pixels, once the image is upright.
@@ -147,7 +147,7 @@ def _settle_transparency(image: Image, stream: BinaryIO) -> None:
 
 
 def _orientation(image: Image, stream: BinaryIO) -> int:
-    """How the image must be turned, by EXIF: 1 is upright, 5 to 8 lie on their side."""
+    """The orientation by EXIF: 1 is upright, 5 to 8 lie on their side."""
     if image.format == "TIFF":
         return 1  # Pillow turns these itself
     if image.format == "PNG" and "exif" not in image.info:

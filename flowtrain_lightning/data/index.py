@@ -37,7 +37,7 @@ _SIZES = ("tokens", "targets", "media_start", "media_rows", "media_patches", "me
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """Which records of the files are used, and where their sizes are kept: the section ``index`` of a data module.
+    """The records that are used, and the place of their sizes: the section ``index`` of a data module.
 
     Attributes:
         too_long: what happens to a sample longer than the token budget: ``"error"``; ``"drop"``; or ``"truncate"``,
@@ -58,7 +58,7 @@ class IndexConfig:
 
 @dataclass(frozen=True)
 class IndexTable:
-    """Where the records of one store lie and how large they are, before any is dropped or cut.
+    """Places and sizes of one store's records, before any is dropped or cut.
 
     Attributes:
         content: the fingerprint of the store's content.
@@ -129,13 +129,13 @@ def _build(store: RecordStore, measure: Measure, measurer: Measurer) -> tuple[In
 
 
 def cache_folders(path: Path) -> list[Path]:
-    """Where to keep the index of a data file: beside it or, where that cannot be written, in the user's cache."""
+    """The folder for the index of a data file: beside it or, where that cannot be written, the user's cache."""
     beside = [path.parent / ".flowtrain"] if is_local(path) and path.parent.is_dir() else []
     return [*beside, *(folder / _folder_name(path) for folder in user_cache())]
 
 
 def user_cache() -> list[Path]:
-    """What this package keeps for a user, whatever the data; nothing for who has no home, as in a container."""
+    """The user's cache of this package; None for a user without a home, as in a container."""
     with suppress(RuntimeError):
         return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowtrain"]
     return []

@@ -43,7 +43,7 @@ class OwnMedia(Protocol):
     """A media item of a `SampleSource` of one's own, which knows how it is read. ``str`` names it in messages."""
 
     def load(self) -> LoadedMedia:
-        """What is to be encoded.
+        """Loads the item.
 
         Raises:
             MediaError: it cannot be read; says why.

@@ -1,4 +1,4 @@
-"""Who measures the records of a store: this process, several of this machine, or a cluster. All find the same sizes."""
+"""Measures the records of a store: by this process, several of this machine, or a cluster. All find the same sizes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _by_processes(
 
 
 class Worker(NamedTuple):
-    """What a process that measures was given."""
+    """The input of a process that measures."""
 
     store: RecordStore
     measure: Measure

@@ -35,7 +35,7 @@ _FORMAT = 6
 
 @dataclass(frozen=True)
 class Measure:
-    """What decides a record's sizes.
+    """The settings that decide a record's sizes.
 
     Attributes:
         tokenizer: makes ids of text.
@@ -173,7 +173,7 @@ def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> M
 
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
-    """What to tell of a media item that cannot be used."""
+    """Says why a media item cannot be used."""
     kind = "video" if isinstance(item, VideoFile) else "media item" if isinstance(item, OwnMedia) else "image"
     return DataError(
         f"{record.where}: {kind} {item} cannot be used: {error}; correct the record, or leave such records out with "

@@ -1,4 +1,4 @@
-"""Where a media item lies: a file, or bytes in the data themselves, opened with what is wrong said in a sentence."""
+"""Opens media items, from files or bytes in the data; what is wrong is said in a sentence."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MediaAddress:
         return self.address
 
     def path(self) -> Path:
-        """Where it is.
+        """The place of the item.
 
         Raises:
             MediaError: records may not name addresses of this kind.

@@ -113,7 +113,7 @@ def form_of(fields: Mapping[str, Any]) -> str | None:
 
 
 def written_beside_turns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record holds for the template to write beside its turns: ``tools``."""
+    """Returns a record's fields for the template beside its turns: ``tools``."""
     return {name: fields[name] for name in _WRITTEN if fields.get(name)}
 
 

@@ -1,4 +1,4 @@
-"""What was said in a record: its turns, by the ways in which conversations are written."""
+"""Reads the turns of a record, in each of the forms in which conversations are written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Named = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role says, with an ``<image>`` or ``<video>`` marker for each media item.
+    """The words of one role, with an ``<image>`` or ``<video>`` marker for each media item.
 
     Attributes:
         role: who says it.
@@ -58,7 +58,7 @@ class Turn:
 
     @property
     def texts(self) -> list[str]:
-        """What stands before, between and behind the markers: one more than there are of these."""
+        """The texts before, between and behind the markers: one more than there are of these."""
         return _MARKER.split(self.text)
 
 

@@ -1,4 +1,4 @@
-"""Which samples are in which step, and which step a loader reads next."""
+"""Samples of each step in the order of a sampler, and the step that a loader reads next."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Sampling:
 
     @property
     def summary(self) -> str:
-        """What an epoch is, for the log."""
+        """Describes an epoch, for the log."""
         samples = sum(self.lengths)
         whole, rest = divmod(samples, self.global_batch_size)
         steps = told_number(self.steps, "step")
@@ -89,7 +89,7 @@ class Sampling:
         return tuple(shares.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which samples are in a step, beside the data; in JSON types."""
+        """Settings that decide, beside the data, which samples are in a step; in JSON types."""
         settings = asdict(replace(self, groups=None))
         del settings["lengths"], settings["groups"]
         weights = self.weights and list(self.weights)

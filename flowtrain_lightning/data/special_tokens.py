@@ -116,7 +116,7 @@ class SpecialTokens:
             )
 
     def _cuts(self, text: str) -> set[int]:
-        """Where a text is to be broken: within what spells a special token, or could be a part of one."""
+        """Finds where a text is to be broken: within what spells a special token, or could be a part of one."""
         cuts = {found.start() + 1 for found in self._anywhere.finditer(text)}
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())  # templates take white space off
         for count in range(1, min(self._longest, end - begin + 1)):

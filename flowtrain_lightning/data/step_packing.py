@@ -21,7 +21,7 @@ from flowtrain_lightning.packing.step_planner import plan_step
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """How the samples of a step are packed: the section ``packing`` of a data module.
+    """Packing of a step's samples: the section ``packing`` of a data module.
 
     Attributes:
         cost: what a packed set of sequences costs the backbone; None takes a checkpoint's, else ``DEFAULT_COST``. See
@@ -66,7 +66,7 @@ class PackingConfig:
 
 @dataclass(frozen=True)
 class StepPacking:
-    """How the samples of a step are packed, in every setting decided. Which samples these are is decided elsewhere.
+    """Packing of a step's samples, with every setting decided. Which samples these are is decided elsewhere.
 
     Attributes:
         token_budget: the most tokens of a microbatch.

@@ -1,4 +1,4 @@
-"""Which samples are in each step: decided from what the user asks of steps and from the samples that there are.
+"""Decides which samples are in each step, from the user's settings and the samples that there are.
 
 A training step fills a number of microbatches, or has a number of samples; every other step has a number of samples.
 None of it depends on the ranks.
@@ -66,7 +66,7 @@ class TokenSteps:
 
 @dataclass(frozen=True)
 class StepSizing:
-    """What steps are made of.
+    """The settings of steps.
 
     Attributes:
         token_budget: the most tokens of a microbatch.
@@ -150,7 +150,7 @@ class StepSizing:
         return self._cut().samples_that_fill(source.lengths(0, _FIRST_OF_A_STREAM))
 
     def _cut(self, tokens: float = math.inf) -> StreamSettings:
-        """How so many tokens are cut into steps of a number of microbatches."""
+        """Cuts so many tokens into steps of a number of microbatches."""
         wanted = self.token_steps or TokenSteps()
         microbatches = wanted.microbatches or usual_microbatches(tokens, self.token_budget)
         try:

@@ -73,13 +73,13 @@ class StreamSteps:
         return self._take()
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which samples are in a step, beside the data; in JSON types."""
+        """Settings that decide, beside the data, which samples are in a step; in JSON types."""
         cut = {"global_batch_size": self._global_batch_size} if self.settings is None else asdict(self.settings)
         return {"batch_unit": "samples of a stream" if self.settings is None else "tokens of a stream", **cut}
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the stream stands after the step that was asked for last; in JSON types."""
+        """The stream's position after the step that was asked for last; in JSON types."""
         packed = StreamState() if self._packer is None else self._packer.state
         position = self._source.position(self._oldest())
         return {"epoch": self._epoch, "step": self._next, **position._asdict(), "packer": saved_stream(packed)}

@@ -66,7 +66,7 @@ class TokenStream:
 
     @property
     def summary(self) -> str:
-        """What an epoch is, for the log."""
+        """Describes an epoch, for the log."""
         samples, steps = len(self._tokens), told_number(self.steps, "step")
         told = f"{told_number(samples, 'sample')} make {steps} of microbatches={self.microbatches} an epoch"
         if self._sampling.shuffle:
@@ -98,7 +98,7 @@ class TokenStream:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which samples are in a step, beside the data; in JSON types."""
+        """Settings that decide, beside the data, which samples are in a step; in JSON types."""
         weights = self._sampling.weights and list(self._sampling.weights)
         order = {"weights": weights, "seed": self._sampling.seed, "shuffle": self._sampling.shuffle}
         found = {"steps_of_an_epoch": self.steps, "sizes_of_samples": self._sizes}

@@ -1,4 +1,4 @@
-"""What turns, parts of them and media may hold: what is obeyed, what a template writes, what is refused by name."""
+"""Fields of turns, their parts and media: those obeyed, those that a template writes, those refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NotUnderstoodError(ValueError):
 
 
 def system_of(fields: Mapping[str, Any]) -> str | None:
-    """What a record says beside its turns to come first, as the system's.
+    """The words of a record beside its turns that come first, as the system's.
 
     Raises:
         NotUnderstoodError: it is no text.

@@ -128,7 +128,7 @@ _own_channel: WorkerChannel | None = None
 
 
 class WorkerStart:
-    """What each worker of a loader does first; a ``worker_init_fn``.
+    """Prepares each worker of a loader; a ``worker_init_fn``.
 
     Where workers are not forked, or there is no memory without a name, as on a Mac, steps travel in PyTorch's own way.
 
@@ -149,7 +149,7 @@ class WorkerStart:
 
 
 def _reduce(batch: SharedMemoryBatch) -> Any:
-    """How a batch is pickled for another process: a worker sends its block through the channel."""
+    """Pickles a batch for another process: a worker sends its block through the channel."""
     if _own_channel is None or not batch.block.numel():
         return batch.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     sent = (_own_channel.number, _own_channel.send(batch.block), batch.block.numel())

@@ -31,7 +31,7 @@ _ASKED = ((60, 84), (112, 60), (200, 333))
 
 @dataclass(frozen=True)
 class AskedImages(ImageProcessor):
-    """What the model's own image processor makes of images, for encoders that take more than tiles of one size.
+    """Images by the model's own processor, for encoders that take more than tiles of one size.
 
     The values of an image lie in rows of ``patch_dim`` numbers, one after another, as many as its encoder takes in;
     `inputs` gives them the processor's form again. Whatever else the processor gives, such as sizes of tiles, follows

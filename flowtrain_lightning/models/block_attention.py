@@ -38,7 +38,7 @@ def attend_in_blocks(model: Any) -> None:
 
 
 class SightMask:
-    """Which tokens of a microbatch see which: those before them in their sequence, and all of their own block.
+    """The mask of a microbatch: a token sees those before it in its sequence, and all of its own block.
 
     On CPU, and in float64 anywhere, PyTorch's ``scaled_dot_product_attention`` gets a mask, one sequence after another;
     on a GPU ``flex_attention`` leaves out whatever no token of it sees. Masks are made once for all layers.

@@ -34,7 +34,7 @@ _PADDING = 5
 
 @dataclass(frozen=True)
 class Certificate:
-    """What became of the comparison.
+    """The outcome of the comparison.
 
     Attributes:
         family: ``model_type``.
@@ -203,7 +203,7 @@ class _Comparison:
 
     @torch.no_grad()
     def _tower_errors(self) -> dict[str, float]:
-        """How far features that were made together are from those that were made one by one."""
+        """Measures how far features made together are from those made one by one."""
         pictures = [picture.media for sample in self._samples for picture in sample.pictures]
         alone: list[tuple[Tensor, ...]] = []
         for picture in pictures:

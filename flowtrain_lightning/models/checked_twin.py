@@ -1,4 +1,4 @@
-"""What the packing check runs in place of a Hugging Face model's weights: a twin of the same class and settings."""
+"""A twin of the same class and settings, which the packing check runs in place of a Hugging Face model's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_THE_MODEL_ITSELF = ("model", "processor", "generation", "min_pixels", "max_p
 
 
 def settings_of(module: Any) -> dict[str, Any]:
-    """What a twin of a `HuggingFaceVLM` is made with, too."""
+    """Further settings of a twin of a `HuggingFaceVLM`."""
     return {name: value for name, value in module.hparams.items() if name not in _OF_THE_MODEL_ITSELF}
 
 

@@ -1,4 +1,4 @@
-"""What planning needs to know of a certified family: dimensions by its config, weights counted on its own classes."""
+"""Describes a certified family for planning: dimensions by its config, weights counted on its own classes."""
 
 from __future__ import annotations
 

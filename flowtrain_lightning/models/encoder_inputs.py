@@ -1,4 +1,4 @@
-"""What ``get_image_features`` of a Hugging Face model is called with, made of packed media."""
+"""Makes the arguments of ``get_image_features`` of a Hugging Face model from packed media."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out about a family by running a twin of it: its halves, and the forms in which it hands features on."""
+"""Traits of a family, found by running a twin of it: its halves, and the forms in which it hands features on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sight = Literal["packed", "windows", "images"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What sets a family apart, as far as training needs it.
+    """Traits that set a family apart, as far as training needs them.
 
     Attributes:
         halves: role -> paths of modules below the Hugging Face model, the decoder first.

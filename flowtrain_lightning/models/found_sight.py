@@ -1,4 +1,4 @@
-"""Which tokens of a family's decoder see which, found by trying each way on a twin beside the model's own forward."""
+"""Finds which tokens of a family's decoder see which, by trying each way on a twin beside the model's own forward."""
 
 from __future__ import annotations
 

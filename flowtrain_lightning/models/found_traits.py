@@ -32,7 +32,7 @@ _EQUAL = 1e-9
 
 
 def traits_of(config: Any) -> Traits:
-    """What sets the family of a config apart.
+    """Finds the traits of a config's family.
 
     Args:
         config: of ``transformers``, of any size.

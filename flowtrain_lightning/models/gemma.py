@@ -16,7 +16,7 @@ from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 
 
 class GemmaFamilyVLM(HuggingFaceVLM):
-    """What Gemma 3 and PaliGemma share: a SigLIP tower for images of one size, and tokens that see those behind them.
+    """The base of Gemma 3 and PaliGemma: a SigLIP tower for images of one size, and tokens that see those behind them.
 
     The data module must make all images of the tower's size: ``images=images_of(...)``.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HuggingFaceImages(ImageProcessor):
-    """What the model's own image processor does: crop, cut into tiles, scale and normalise.
+    """Crops, tiles, scales and normalises images by the model's own processor.
 
     ``fixed_size`` is that of a tile, and ``merge_size ** 2`` patches of it become one row of features. The tiles of an
     image stand one below the other, in the processor's order, so that its grid is as wide as one tile and as high as
@@ -111,7 +111,7 @@ def _refuse_swollen(height: int, width: int, pixels: int) -> None:
 
 @dataclass(frozen=True)
 class OnevisionImages(HuggingFaceImages):
-    """What LLaVA-OneVision's image processor does, and how many rows of features its model makes of it.
+    """LLaVA-OneVision's image processor, and the number of rows of features that its model makes.
 
     Attributes:
         most_tiles: rows of features of an image are scaled down to about those of so many tiles.

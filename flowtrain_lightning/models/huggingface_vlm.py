@@ -44,7 +44,7 @@ from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
 
 
 class HuggingFaceVLM(ReadingModule):
-    """What all families share: built by ``transformers``, packed attention, loss at target tokens only, AdamW.
+    """The base of all families: built by ``transformers``, packed attention, loss at target tokens only, AdamW.
 
     A subclass says which ``families`` it trains, names the ``halves`` by path and defines ``encode``; `QwenVLM` and
     `LlavaVLM` do. ``self.model`` is the Hugging Face model. After training

@@ -1,4 +1,4 @@
-"""What each family's processor writes where its chat template has a placeholder for an image or a video."""
+"""The words of each family's processor in place of an image or a video."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VideoWords:
-    """How a video stands in the text of one family.
+    """Writes a video into the text of one family.
 
     Attributes:
         token: what the chat template writes for a video, and what stands for rows of features.
@@ -24,7 +24,7 @@ class VideoWords:
 
 @dataclass(frozen=True)
 class ImageWords:
-    """How an image stands in the text of one family.
+    """Writes an image into the text of one family.
 
     Attributes:
         placeholder: what the chat template writes for an image.
@@ -49,7 +49,7 @@ FAMILIES = (
 
 
 def image_words(family: str, tokenizer: Any, settings: Mapping[str, Any]) -> ImageWords:
-    """How images stand in the text of a model.
+    """Writes images into the text of a model.
 
     Args:
         family: its ``model_type``.

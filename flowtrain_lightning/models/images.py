@@ -1,4 +1,4 @@
-"""How a pretrained model wants its images."""
+"""Image processing of pretrained models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowtrain_lightning.models.published_config import read_config, without_for
 
 
 def images_of(model: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessor:
-    """What a Hugging Face model's own image processor does to images, for ``FlowDataModule(images=...)``.
+    """Follows a Hugging Face model's own image processor, for ``FlowDataModule(images=...)``.
 
     Equal to the bit with its Pillow backend: Qwen's patches by our own code, whatever has tiles of one size (CLIP's and
     SigLIP's towers, LLaVA-OneVision, InternVL, SmolVLM, Gemma 3) by the processor itself.

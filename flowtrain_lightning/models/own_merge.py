@@ -24,7 +24,7 @@ def pack_decoder(decoder: Any, sight: Sight) -> None:
 def own_merge(
     model: Any, traits: Traits, batch: PackedBatch, levels: Sequence[Tensor], offsets: Tensor | None
 ) -> dict[str, Any]:
-    """What a model's own forward gives its decoder, whose attention is packed.
+    """Merges by the model's own forward, up to its decoder, whose attention is packed.
 
     Args:
         model: of ``transformers``.
@@ -70,7 +70,7 @@ class _ReachedError(Exception):
 
 
 def decoder_arguments(decoder: nn.Module, forward: Callable[[], Any]) -> dict[str, Any]:
-    """What a model's own forward calls its decoder with; the decoder itself does not run.
+    """Returns the arguments with which a model's own forward calls its decoder, which does not run.
 
     Args:
         decoder: of the model.

@@ -1,4 +1,4 @@
-"""What a model's own processor writes for an image, asked of it once for every size."""
+"""The words that a model's own processor writes for an image, asked of it once for every size."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def counted_by_words(images: AskedImages, words: ImageWords) -> AskedImages:
 
 
 def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
-    """How images stand in the text of a model, by its own processor.
+    """Writes images into the text of a model, by its own processor.
 
     Args:
         processor: of Hugging Face.

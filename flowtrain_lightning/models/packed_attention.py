@@ -63,7 +63,7 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 def sequence_bounds(batch: PackedBatch) -> dict[str, Tensor | int]:
-    """Where the sequences of a microbatch begin and end, as keyword arguments of a Hugging Face model's forward."""
+    """Bounds of a microbatch's sequences, as keyword arguments of a Hugging Face model's forward."""
     return {
         "cu_seq_lens_q": batch.cu_seqlens,
         "cu_seq_lens_k": batch.cu_seqlens,

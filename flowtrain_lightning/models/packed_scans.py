@@ -61,7 +61,7 @@ def refuse_sharing(model: nn.Module, degree: str) -> None:
 
 
 class _PackedScan(nn.Module):
-    """What `pack_scans` makes of a layer's class."""
+    """The class that `pack_scans` makes of a layer's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bounds = kwargs.get("cu_seq_lens_q")

@@ -1,4 +1,4 @@
-"""What a pretrained model reads: its tokenizer, chat template, images and videos, from its name or folder."""
+"""The processor of a pretrained model: tokenizer, chat template, images and videos, from its name or folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PALIGEMMA_TEMPLATE = """
 
 
 class Processor:
-    """What a model reads, for ``FlowDataModule``. A part is built when it is first asked for.
+    """The processor of a model, for ``FlowDataModule``. A part is built when it is first asked for.
 
     Args:
         model: the model's name or folder.
@@ -65,7 +65,7 @@ class Processor:
 
     @cached_property
     def template(self) -> ProcessorTemplate:
-        """How a conversation is written."""
+        """The template of conversations."""
         template, settings = _chat_template(self._model, self._family, self._own_tokenizer)
         if not self._is_known:
             return ProcessorTemplate(self._own_tokenizer, template, *self._asked_words)
@@ -75,14 +75,14 @@ class Processor:
 
     @cached_property
     def images(self) -> ImageProcessor:
-        """What becomes of images."""
+        """The processor of images."""
         if self._is_known:
             return images_of(self._model, *self._bounds)
         return counted_by_words(own_images(self._whole, self._config), self._asked_words[0])
 
     @cached_property
     def videos(self) -> VideoProcessor | None:
-        """What becomes of videos; None of a model that takes none."""
+        """The processor of videos; None of a model that takes none."""
         return videos_of(self._model)
 
     def read(self) -> Self:

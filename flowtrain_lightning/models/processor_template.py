@@ -183,7 +183,7 @@ class ProcessorTemplate:
         return _Written(whole.text, spans)
 
     def _answer(self, number: int, whole: str, render: Callable[..., _Written]) -> tuple[int, int]:
-        """Where in the whole text what an assistant turn says begins and ends."""
+        """Finds where an assistant turn's words begin and end in the whole text."""
         until = render(number + 1, False).text
         if number > 0:
             begin = len(opened := render(number, True).text)

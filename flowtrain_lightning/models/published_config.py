@@ -181,7 +181,7 @@ def _refuse_quantized(settings: Mapping[str, Any], name: str) -> None:
 
 
 def read_generation(source: str | Path) -> dict[str, Any] | None:
-    """What a name or folder says of ``generate``, if it does."""
+    """Reads the settings of ``generate`` in a name or folder, if there are any."""
     from transformers import GenerationConfig
 
     try:

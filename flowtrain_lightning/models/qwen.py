@@ -228,7 +228,7 @@ def _add_deepstack(number: int, layer: nn.Module, args: Any, kwargs: Mapping[str
 def media_offsets(
     media: PackedMedia, merge_size: int, *, apart: bool = False, tokens_per_second: float | None = None
 ) -> Tensor:
-    """What is known of the M-RoPE positions of features without knowing their sequence.
+    """Computes the part of features' M-RoPE positions that does not depend on their sequence.
 
     In a sequence, all features of a media item count time, height and width from where it begins; the text behind it
     goes on after the largest height or width.

@@ -1,4 +1,4 @@
-"""What a module of Hugging Face reads: the tokenizer, chat template, images and videos that it was published with."""
+"""The tokenizer, chat template, images and videos with which a module of Hugging Face was published."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class ReadingModule(ProjectingModule):
 
     @cached_property
     def template(self) -> ProcessorTemplate:
-        """How the model's conversations are written."""
+        """The template of the model's conversations."""
         return self._known_processor.template
 
     @cached_property
     def images(self) -> ImageProcessor:
-        """What becomes of the model's images."""
+        """The processor of the model's images."""
         return self._known_processor.images
 
     @cached_property
     def videos(self) -> VideoProcessor | None:
-        """What becomes of the model's videos; None of a model that takes none."""
+        """The processor of the model's videos; None of a model that takes none."""
         return self._known_processor.videos
 
     @property

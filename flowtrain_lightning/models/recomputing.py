@@ -1,4 +1,4 @@
-"""What layers of a Hugging Face model compute a second time for their backward, to keep less."""
+"""Lets layers of a Hugging Face model keep less, and compute it a second time for their backward."""
 
 from __future__ import annotations
 

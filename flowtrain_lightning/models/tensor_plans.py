@@ -1,4 +1,4 @@
-"""How the halves of Hugging Face models are divided among tensor-parallel ranks.
+"""Plans that divide the halves of Hugging Face models among tensor-parallel ranks.
 
 `transformers` has plans for the layers of most decoders. What it lacks is here: embeddings, heads, the norms of
 attention heads, decoders whose plan has no layers (Qwen3-VL), the division of tokens between layers, and towers.

@@ -1,4 +1,4 @@
-"""Which weights of a Hugging Face model train: adapters are added, and what stays frozen is kept in half the memory."""
+"""Selects the weights that train: adapters are added, and what stays frozen is kept in half the memory."""
 
 from __future__ import annotations
 

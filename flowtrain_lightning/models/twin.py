@@ -206,7 +206,7 @@ def _kept_layers(layers: int, kinds: Sequence[object]) -> list[int]:
 
 
 def _fit(part: dict[str, Any]) -> None:
-    """What must fit other numbers of the same part, in place."""
+    """Fits numbers to others of the same part, in place."""
     if "kv_lora_rank" in part and "num_attention_heads" in part:
         part["num_key_value_heads"] = part["num_attention_heads"]
     for name in ("vision_feature_layer", "vision_feature_layers"):

@@ -46,7 +46,7 @@ class TwinSample:
 
     @property
     def arguments(self) -> Arguments:
-        """What the encoder takes of all its pictures."""
+        """Returns all pictures as the encoder takes them."""
         return joined([picture.arguments for picture in self.pictures]) if self.pictures else {}
 
     def changed(self) -> TwinSample:

@@ -1,4 +1,4 @@
-"""How a pretrained model wants its videos, and Qwen3-VL's rule for them."""
+"""Video processing of pretrained models, and Qwen3-VL's rule for it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _USUAL = {
 
 
 def videos_of(model: str | Path) -> VideoProcessor | None:
-    """What a Hugging Face model's own video processor does, for ``FlowDataModule(videos=...)``.
+    """Follows a Hugging Face model's own video processor, for ``FlowDataModule(videos=...)``.
 
     Equal to the bit with it for the same frames. ``dataclasses.replace`` changes how many frames or pixels are taken.
 
