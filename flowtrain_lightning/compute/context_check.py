@@ -122,8 +122,8 @@ class ContextCheck:
         runs = torch.ones((), device=piece.tokens.device)
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             try:
-                self._step(piece, _in_float32(given))
-            except RuntimeError:  # it casts to a type of its own, or its kernels take no float32
+                self._engine.trial(lambda: self._step(piece, _in_float32(given))[0], 1.0, whole=True)
+            except Exception:  # it casts to a type of its own, or its kernels take no float32; other errors come again
                 runs.zero_()
         dist.all_reduce(runs, dist.ReduceOp.MIN, group=self._engine.exchange.group)
         return bool(runs)
