@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning as L
@@ -16,6 +17,7 @@ from flowtrain_lightning.trainer.callback_refusals import REFUSED_CALLBACKS
 from flowtrain_lightning.trainer.refusals import PRECISIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+PROMISES, TESTED = PAGE.split("\n## Where it is tested\n")
 QUOTED = set(re.findall(r"`([^`]+)`", PAGE))
 
 ARGUMENTS = [name for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"]
@@ -28,22 +30,22 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_argument_of_the_trainer_has_a_row(name):
-    assert re.search(rf"^\| `{name}` \| \S.* \|.*\|$", PAGE, re.MULTILINE)
+    assert re.search(rf"^\| [^|]*`{name}`[^|]* \| \S[^|]* \|$", PROMISES, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", callbacks.__all__)
 def test_every_built_in_callback_has_a_row(name):
-    assert re.search(rf"^\| .*`{name}`.* \| (work|refused)", PAGE, re.MULTILINE)
+    assert re.search(rf"^\| [^|]*`{name}`[^|]* \| (work|refused)", PROMISES, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_optimizer_has_a_row(name):
-    assert re.search(rf"^\| .*`{name}`.* \| (work|refused)", PAGE, re.MULTILINE)
+    assert re.search(rf"^\| [^|]*`{name}`[^|]* \| (work|refused)", PROMISES, re.MULTILINE)
 
 
 def test_what_the_code_refuses_is_refused_on_the_page():
     for callback in REFUSED_CALLBACKS:
-        assert re.search(rf"^\| .*`{callback.__name__}`.* \| refused", PAGE, re.MULTILINE)
+        assert re.search(rf"^\| [^|]*`{callback.__name__}`[^|]* \| refused", PROMISES, re.MULTILINE)
     assert {f'"{precision}"' for precision in PRECISIONS} <= QUOTED
 
 
@@ -55,18 +57,45 @@ def test_every_test_that_the_page_names_exists():
     assert named <= there
 
 
-def test_every_row_names_a_test_that_runs():
+def test_every_row_has_a_test_that_runs():
     runs = {name for file in Path(__file__).parents[1].rglob("test_*.py") for name in names_that_run(file)}
-    above: set[str] = set()
-    for line in PAGE.splitlines():
-        if not line.startswith("| ") or line.startswith("|---"):
+    tested = list(tested_rows())
+    for section, row, promise in promised_rows():
+        tests = [tests for where, beginning, tests in tested if where == section and row.startswith(beginning)]
+        elsewhere = "](#" in promise
+        assert tests or elsewhere, f"{section}: {row}"
+        for cell in tests:
+            assert set(re.findall(r"`(test_\w+)`", cell)) & runs or cell == "every test", f"{section}: {row}"
+
+
+def test_every_line_of_tests_belongs_to_a_row():
+    there = [(section, row) for section, row, _ in promised_rows()]
+    for section, beginning, _ in tested_rows():
+        assert any(section == where and row.startswith(beginning) for where, row in there), f"{section}: {beginning}"
+
+
+def promised_rows() -> Iterator[tuple[str, str, str]]:
+    """Section, first and second cell of every row of the tables of promises."""
+    for section in re.split(r"^## ", PROMISES, flags=re.MULTILINE)[1:]:
+        for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE):
+            for row, promise in cells(table)[2:]:
+                yield section.splitlines()[0], row, promise
+
+
+def tested_rows() -> Iterator[tuple[str, str, str]]:
+    """Section, beginning of a row's first cell, and tests: every line of the last table, for each row that it names."""
+    section = ""
+    for rows, tests in cells(TESTED)[2:]:
+        if rows.startswith("**"):
+            section = rows.strip("*")
             continue
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if cells[-1] == "test":  # the head of a table
-            continue
-        named = set(re.findall(r"`(test_\w+)`", line)) | (above if "the same" in cells[-1] else set())
-        assert named & runs or cells[-1] == "every test" or "](#" in cells[1], line
-        above = named
+        for beginning in rows.split(" · "):
+            yield section, beginning, tests
+
+
+def cells(table: str) -> list[tuple[str, str]]:
+    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    return [(first.strip(), second.strip()) for first, second in lines]
 
 
 def names_that_run(file: Path) -> set[str]:
