@@ -65,7 +65,7 @@ class Coefficients:
 
 
 FITTED = tuple(field.name for field in fields(Coefficients))
-"""What ``benchmarks/fit_planner.py`` fits."""
+"""The coefficients that ``benchmarks/fit_planner.py`` fits."""
 
 COEFFICIENTS = Coefficients()
 """The fitted ones: on 114 step times of MPT-760M to MPT-70B on 8 to 512 A100 and H100 (llm-foundry's table,
@@ -92,7 +92,7 @@ WIDENING: Mapping[str, tuple[float, float]] = {
     "an encoder": (0.12, 0.42),
     "roles on devices of their own": (0.08, 0.08),
 }
-"""What no row covers -> by how much it widens the band towards shorter and longer steps, as logarithms; assumed.
+"""Features that no row covers -> how far they widen the band towards shorter and longer steps, as logarithms; assumed.
 
 All rows are of one code base's dense language models, sharded over data-parallel ranks. What a model of time leaves out
 makes steps longer: unfused code, padding, waiting. That is most where pictures are: towers run eagerly on short

@@ -54,7 +54,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "clip_vision_model": {"image_size": 224, "patch_size": 32},
 }
-"""What a published config may leave out because it is transformers' default of that ``model_type``."""
+"""Entries that a published config may leave out: transformers' defaults of that ``model_type``."""
 
 
 def describe_config(config: Config, name: str | None = None) -> ModuleDescription:

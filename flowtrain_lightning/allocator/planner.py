@@ -13,7 +13,7 @@ from typing import Generic, Literal, Protocol, TypeVar, get_args
 from flowtrain_lightning.allocator.role_layout import PlanningError
 
 PlanKind = Literal["uniform", "colocated", "separate", "mixed"]
-"""How roles share devices, the simplest way first.
+"""Ways in which roles share devices, the simplest first.
 
 ``"uniform"``: one layout for all roles on all devices. ``"colocated"``: all roles on all devices, each in its own
 layout. ``"separate"``: every device has one role. ``"mixed"``: some devices encode only, the backbone's encode too.

@@ -9,7 +9,7 @@ from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.step_graph import Meeting
 
 Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
-"""What a data-parallel rank keeps of the weights, gradients and optimizer states.
+"""The part that a data-parallel rank keeps of the weights, gradients and optimizer states.
 
 ``"replicate"`` keeps all, ``"zero1"`` its share of the states, ``"zero2"`` its share of states and gradients,
 ``"zero3"`` and ``"fsdp"`` (FSDP2) its share of everything. Those of ZeRO are for plans of any system; ``"deepspeed-1"``
@@ -17,10 +17,10 @@ to ``"deepspeed-3"`` are the same by DeepSpeed.
 """
 
 Recompute = Literal["none", "selective", "full"]
-"""What a backward computes again: nothing, what costs no matrix product, or every layer."""
+"""Recomputed in the backward: nothing, all but matrix products, or every layer."""
 
 Offload = Literal["none", "weights", "optimizer", "activations", "all"]
-"""What of a role lies in host memory while a device does not compute with it.
+"""The part of a role that lies in host memory while a device does not compute with it.
 
 ``"weights"`` are shards of weights, gradients and optimizer states (FSDP2), ``"optimizer"`` its states alone
 (DeepSpeed), ``"activations"`` what a forward keeps for its backward, and ``"all"`` is weights and activations.

@@ -103,7 +103,7 @@ DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
     "deepspeed-2": ("states", "gradients"),
     "deepspeed-3": ("states", "gradients", "weights"),
 }
-"""What the ranks that hold the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
+"""Memory that ranks with the same weights divide among them (ZeRO, arXiv 1910.02054, section 5)."""
 
 _DRAWN_LENGTHS = 64
 """Lengths whose work is computed; that of others is read off between them."""

@@ -8,7 +8,7 @@ from typing import Any
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 
 WEIGHTS = {"weights": "state_dict", "current": "current_model_state"}
-"""How keys of weights begin -> where in Lightning's dictionary they stand: those of the model, and, where these are
+"""Prefix of keys of weights -> their place in Lightning's dictionary: those of the model, and, where these are
 averages, those from which training goes on."""
 
 

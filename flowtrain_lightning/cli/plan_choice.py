@@ -106,7 +106,7 @@ def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPla
 
 
 def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
-    """What of a plan training does not offer today, as the end of a sentence about it; None where it runs."""
+    """The part of a plan that training does not offer today, as the end of a sentence; None if the plan runs."""
     backbone = problems[BACKBONE]
     if backbone.precision.name not in _RUN:
         return f"is for precision {backbone.precision.name!r}, but today a Trainer takes {', '.join(_RUN)}."

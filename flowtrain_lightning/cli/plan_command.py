@@ -38,7 +38,7 @@ from flowtrain_lightning.placement.profile import ProfileError, read_profile
 MISTAKES = (PlanningError, ProfileError)
 
 SEARCH = "search"
-"""What ``--token-budget`` says to have the budget found."""
+"""The value of ``--token-budget`` with which the budget is searched."""
 
 
 def run() -> None:

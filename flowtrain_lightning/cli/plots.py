@@ -45,7 +45,7 @@ COLOURS = {
 """Purpose of a phase or of memory -> its colour in the pictures of a plan."""
 
 _COLOUR, _OTHER = "#2a78d6", "#e8a33d"
-"""What stands alone in a picture, and what is compared with it."""
+"""Colours of the main series of a picture, and of the one that it is compared with."""
 
 _STEPS = 3
 """First steps of a packing that are drawn."""

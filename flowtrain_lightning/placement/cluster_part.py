@@ -15,7 +15,7 @@ _TRIED = 256
 """Shares that are compared where none divides all roles."""
 
 _TIMES = (1, 2, 4, 8)
-"""How many times as many ranks as wanted a part may have, where none has fewer."""
+"""Multiples of the wanted number of ranks that a part may have, where none has fewer."""
 
 
 def part_of(allocation: Allocation, most: int) -> tuple[Allocation, float]:

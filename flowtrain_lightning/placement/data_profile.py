@@ -24,7 +24,7 @@ _MOST = 100_000
 
 
 Decide = Callable[[IntArray], Hashable]
-"""What is decided by samples: the indices of those drawn -> the decision."""
+"""A decision that depends on samples: indices of the drawn ones -> the decision."""
 
 
 @dataclass(frozen=True)

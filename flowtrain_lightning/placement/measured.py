@@ -41,7 +41,7 @@ _SHARDINGS: tuple[dict[str, RoleLayout], ...] = (
     {ENCODER: _SHARDED},
     {ENCODER: _SHARDED, BACKBONE: _SHARDED},
 )
-"""Which roles hold shards, the simplest first: of an allocation the first is taken that fits."""
+"""Sets of roles that hold shards, the simplest first: an allocation takes the first that fits."""
 
 _TRIED_AT_ONCE = 12
 """Numbers of encoder ranks that one round of the search looks at."""

@@ -15,7 +15,7 @@ from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""How full the microbatches are, of the token budget."""
+"""Shares of the token budget to which microbatches are filled."""
 _POOL = 2048
 """Samples among which sets are chosen."""
 

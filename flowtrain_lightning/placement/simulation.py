@@ -19,7 +19,7 @@ from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 PURPOSES = ("forward", "backward", "reduction", "optimizer", "idle")
-"""What a rank's time goes into. A forward that is computed again is part of the backward, and gathering weights and
+"""Purposes of a rank's time. A forward that is computed again is part of the backward, and gathering weights and
 scattering gradients part of the pass that waits for it."""
 
 
