@@ -46,7 +46,7 @@ REVIEWS: Mapping[str, tuple[str, ...]] = {
         "Likewise.",
     ),
     "qwen2.5-vl-72b": (
-        "Right: 16 bytes a parameter are 1.2 TB, nearly twice what is there.",
+        "Right: 16 bytes a parameter are 1.2 TB, nearly twice their memory.",
         "It runs. With pipelines, tensor ranks in a node would be preferred.",
         "It runs. Megatron-LM's 4 tensor ranks and 8 stages are a little faster.",
         "Likewise.",
