@@ -45,6 +45,6 @@ def step_ends(plans: Sequence[StepPlan], rules: Rules) -> list[float]:
         producers_first=rules.encoder_first,
     )
     cost, kept = rules.cost, rules.kept_batches
-    microbatch, encoder_batch = (partial(cost.batch, role) for role in (BACKBONE, ENCODER))
-    works = [step_work(p, microbatch, encoder_batch, recomputed_batches(p, kept)) for p in plans]
+    seconds = {role: partial(cost.batch, role) for role in (BACKBONE, ENCODER)}
+    works = [step_work(plan, seconds, recomputed_batches(plan, kept)) for plan in plans]
     return simulate_steps(works, order).step_ends

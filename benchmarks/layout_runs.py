@@ -162,7 +162,7 @@ class PlainVLM(L.LightningModule):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """The mean loss over this rank's target tokens."""
-        ((packed,), (media,)) = batch.microbatches, batch.encoder_batches
+        ((packed,), (media,)) = batch.microbatches, batch.media["encoder"]
         loss: Tensor = self.whole(packed, media)
         return loss
 

@@ -115,7 +115,7 @@ class EncoderFirst(SleepingVLM):
         self._own = strategy.allocation.rank_within(ENCODER, strategy.global_rank)
         self._steps += 1
         if self._own is not None:
-            self._planned += len(batch.program.encoder_batches)
+            self._planned += len(batch.program.roles[ENCODER].batches)
         self._note()
         return super().training_step(batch, batch_idx)
 

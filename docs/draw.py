@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -18,12 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from flowtrain_lightning.callbacks.timeline_recorder import COLOURS
-from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing import IntArray, SampleSizes
 from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_planner import plan_step
-from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
+from flowtrain_lightning.packing.step_work import PassTimes, StepRules, StepWork, in_two_passes, step_work
 from tests.test_architecture import FILES, NAME, ROOMS, imports, room_of
 
 DOCS = Path(__file__).parent
@@ -142,15 +144,17 @@ def example_step() -> tuple[StepWork, StepRules]:
         media_rows=rows[has_image],
         media_patches=4 * rows[has_image],
     )
-    plan = plan_step(sizes, np.arange(len(texts)), backbone_ranks=2, encoder_ranks=1, token_budget=512)
+    members = StepMembers({ENCODER: 1, BACKBONE: 2})
+    plan = plan_step(sizes, np.arange(len(texts)), members, token_budget=512)
     seconds_per_token = 1 / 512
     seconds_per_patch = 0.45 * seconds_per_token * sizes.tokens.sum() / sizes.media_patches.sum()
-    work = step_work(
-        plan,
-        lambda tokens: in_two_passes(seconds_per_token * float(tokens.sum())),
-        lambda patches: in_two_passes(seconds_per_patch * float(patches.sum())),
-    )
+    each = {BACKBONE: seconds_per_token, ENCODER: seconds_per_patch}
+    work = step_work(plan, {role: partial(_seconds, once) for role, once in each.items()})
     return work, StepRules.separate(work, [Edge(ENCODER, BACKBONE)], in_flight={ENCODER: 4})
+
+
+def _seconds(of_one: float, lengths: IntArray) -> PassTimes:
+    return in_two_passes(of_one * float(lengths.sum()))
 
 
 def draw_step() -> str:

@@ -56,7 +56,7 @@ def measure_saved_tensors(folder: Path, *, data: str, layout: str, global_batch_
             nonlocal microbatches, heaviest
             plan = batch.plan
             microbatches = len(plan.microbatches[0])
-            patches = sorted(int(plan.sizes.media_patches[media].sum()) for media in plan.encoder_batches[0])
+            patches = sorted(int(plan.sizes.media_patches[media].sum()) for media in plan.batches["encoder"][0])
             heaviest = sum(patches[-KEPT_BATCHES:])
 
     trainer = trainer_for(layout, max_steps=1, limit_val_batches=0, callbacks=[Count()], default_root_dir=folder)

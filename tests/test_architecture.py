@@ -152,10 +152,8 @@ def test_planning_for_a_thousand_ranks_works_where_there_is_no_torch(tmp_path):
         count = 1000
         ones = np.ones(count, dtype=np.int64)
         sizes = SampleSizes(ones * 100, ones, np.arange(count + 1), ones * 50, ones * 200)
-        ranks = {role: layout.data for role, layout in allocation.layouts.items()}
-        plan = plan_step(sizes, np.arange(count), backbone_ranks=ranks["backbone"], encoder_ranks=ranks["encoder"],
-                         token_budget=400)
-        print(len(plan.microbatches), len(plan.encoder_batches))
+        plan = plan_step(sizes, np.arange(count), allocation.step_members(), token_budget=400)
+        print(len(plan.microbatches), len(plan.batches["encoder"]))
     """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

@@ -87,4 +87,4 @@ def test_videos_train_from_files_shards_tables_and_streams_as_the_page_says(tmp_
     assert len(batches) == 4
     for batch in batches[1:]:
         assert batch.microbatches[0].tokens.equal(batches[0].microbatches[0].tokens)
-        assert batch.encoder_batches[0].pixels.equal(batches[0].encoder_batches[0].pixels)
+        assert batch.media["encoder"][0].pixels.equal(batches[0].media["encoder"][0].pixels)

@@ -38,7 +38,7 @@ def step(folder: Path) -> StepBatch:
 
 @pytest.fixture(scope="module")
 def microbatch(step: StepBatch) -> tuple[PackedBatch, PackedMedia]:
-    batch, media = next(pair for pair in zip(step.microbatches, step.encoder_batches, strict=True) if None not in pair)
+    batch, media = next(pair for pair in zip(step.microbatches, step.media["encoder"], strict=True) if None not in pair)
     assert batch is not None
     assert media is not None
     assert len(batch.samples) >= 4
@@ -103,7 +103,7 @@ def sample_losses(module: TinyVLM, folder: Path, token_budget: int) -> dict[int,
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))
     found = {}
-    for packed, media in zip(batch.microbatches, batch.encoder_batches, strict=True):
+    for packed, media in zip(batch.microbatches, batch.media["encoder"], strict=True):
         features = {} if media is None else {"image": module.encode(media)}
         logits = module.backbone(**module.merge(packed, features))
         losses = functional.cross_entropy(logits, packed.labels, ignore_index=IGNORED_LABEL, reduction="none")

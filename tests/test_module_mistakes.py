@@ -34,7 +34,7 @@ def first_step(folder: Path) -> StepBatch:
 
 
 def first_media(step: StepBatch) -> PackedMedia:
-    return next(batch for batch in step.encoder_batches if batch is not None)
+    return next(batch for batch in step.media["encoder"] if batch is not None)
 
 
 def test_a_module_without_halves_is_told_what_to_define():

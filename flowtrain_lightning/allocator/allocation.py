@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, Literal, get_args
 
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
 from flowtrain_lightning.packing.role_graph import Edge, RoleError, RoleGraph, graph_of
 from flowtrain_lightning.packing.step_graph import Meeting
+from flowtrain_lightning.packing.step_members import StepMembers
 
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
@@ -112,30 +114,28 @@ class Allocation:
         """All roles, in the order in which data flow through them."""
         return self.graph.roles
 
-    @property
-    def producing_members(self) -> tuple[tuple[int, ...], ...]:
-        """The global ranks of each data-parallel member that encodes: of one producer after another."""
-        return tuple(member for role in self.producers for member in self.members(role))
+    def own_members(self, rank: int) -> dict[str, int]:
+        """Role of global ``rank`` -> the data-parallel member to which it belongs, the trunk first."""
+        places = {role: self.member_of(role, rank) for role in (self.trunk, *self.producers)}
+        return {role: member for role, member in places.items() if member is not None}
 
-    def producing_members_of(self, rank: int) -> tuple[int, ...]:
-        """Those of ``producing_members`` to which global ``rank`` belongs: one of each producer it works for."""
-        found: list[int] = []
-        first = 0
-        for role in self.producers:
-            if (member := self.member_of(role, rank)) is not None:
-                found.append(first + member)
-            first += self.layouts[role].data
-        return tuple(found)
-
-    @property
-    def colocated_lanes(self) -> tuple[tuple[int, int], ...]:
-        """Of each trunk rank that encodes too: which of ``producing_members`` it is, and which member of the trunk."""
-        lanes = []
+    def step_members(self, nodes: int = 1) -> StepMembers:
+        """The members of all roles, where the ranks lie on ``nodes`` alike, of as many each."""
+        of_node, works = self.size // nodes, Counter(chain(*(self.ranks[role] for role in self.producers)))
+        shared: dict[str, list[tuple[int, int]]] = {}
         for rank in self.ranks[self.trunk]:
-            member = self.member_of(self.trunk, rank)
-            assert member is not None
-            lanes += [(producer, member) for producer in self.producing_members_of(rank)]
-        return tuple(lanes)
+            own = self.own_members(rank)
+            for role in own.keys() - {self.trunk}:
+                shared.setdefault(role, []).append((own[role], own[self.trunk]))
+        node_of = {role: tuple(ranks[0] // of_node for ranks in self.members(role)) for role in self.roles}
+        return StepMembers(
+            {role: self.layouts[role].data for role in self.roles},
+            self.graph,
+            nodes=node_of if nodes > 1 else {},
+            colocated={role: tuple(pairs) for role, pairs in shared.items()},
+            meets=self.meets,
+            producers_per_rank=max(works.values()),
+        )
 
     @property
     def meets(self) -> dict[str, Meeting]:

@@ -96,13 +96,12 @@ def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:
     loader = trainer.train_dataloader
     if not isinstance(loader, StepLoader):
         return {"throughput": Throughput()}
-    steps = loader.steps
+    steps, members = loader.steps, loader.steps.shard.members
     cost, encoder_cost = steps.packing.cost, steps.packing.encoder_cost or DEFAULT_COST
     use = PackingUse(
         steps.packing.token_budget,
         steps.pad_to_budget,
-        {role: cost if role == steps.shard.trunk else encoder_cost for role in steps.shard.graph.roles},
-        steps.shard.batches_of,
+        {role: cost if role == members.trunk else encoder_cost for role in members.graph.roles},
     )
     return {"throughput": Throughput(), "packing": use}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.role_graph import RoleGraph
 
 
 class _Encoded(NamedTuple):
@@ -33,28 +34,31 @@ class SharedFeatures:
 
     Args:
         compute: runs the user's methods.
+        graph: of the module's roles.
         batch: the step.
         stream: number of an encoder batch -> that of its random stream.
     """
 
-    def __init__(self, compute: Compute, batch: StepBatch, stream: Callable[[int], int]) -> None:
+    def __init__(self, compute: Compute, graph: RoleGraph, batch: StepBatch, stream: Callable[[int], int]) -> None:
         self._compute = compute
+        self._graph = graph
         self._batch = batch
         self._stream = stream
-        (member,) = batch.shard.encoder_members
-        self._until = batch.plan.read_until[member]
+        (role,) = batch.shard.encodes
+        member = batch.shard.own[role]
+        self._until = batch.plan.read_until[role][member]
         self._encoded: dict[int, _Encoded] = {}
         self._rows: dict[int, tuple[int, slice]] = {}  # media item -> the encoder batch that has it, and where
-        for number, media in enumerate(batch.plan.encoder_batches[member]):
+        for number, media in enumerate(batch.plan.batches[role][member]):
             ends = np.cumsum(batch.plan.sizes.media_rows[media]).tolist()
             for item, first, end in zip(media.tolist(), [0, *ends], ends, strict=False):
                 self._rows[item] = number, slice(first, end)
 
     def of(self, microbatch: int) -> Features:
         """The features that a microbatch reads, in the order of its media items."""
-        batch, graph = self._batch, self._batch.shard.graph
+        batch = self._batch
         for number, media in batch.read_by(microbatch):
-            role = graph.producer_of(media.modality)
+            role = self._graph.producer_of(media.modality)
             outputs = self._compute.encode(role, media, step=(batch.epoch, batch.step), number=self._stream(number))
             read = tuple(each.detach().requires_grad_() if each.requires_grad else each for each in outputs)
             self._encoded[number] = _Encoded(role, outputs, read)
@@ -76,9 +80,8 @@ class SharedFeatures:
 
     def _items(self, microbatch: int) -> IntArray:
         """The media items that are encoded for a microbatch, once for each time that a sample has them."""
-        plan, rank = self._batch.plan, self._batch.shard.backbone_rank
-        assert rank is not None
-        start = plan.sizes.media_start
-        media = [np.arange(start[s], start[s + 1]) for s in plan.microbatches[rank][microbatch]]
+        plan = self._batch.plan
+        member, start = self._batch.shard.own[plan.graph.trunk], plan.sizes.media_start
+        media = [np.arange(start[s], start[s + 1]) for s in plan.microbatches[member][microbatch]]
         own = np.concatenate([np.empty(0, np.int64), *media])
         return own if plan.encoded_as is None else plan.encoded_as[own]

@@ -106,7 +106,9 @@ class WholeModuleRunner:
 
     def _shared_features(self, batch: StepBatch) -> SharedFeatures | None:
         """The features of a step whose samples have media items in common; None where each microbatch has its own."""
-        return None if batch.plan.encoded_as is None else SharedFeatures(self._compute, batch, self._stream)
+        if batch.plan.encoded_as is None:
+            return None
+        return SharedFeatures(self._compute, self._graph, batch, self._stream)
 
     def _features(self, batch: StepBatch, number: int) -> Features:
         """The features that a microbatch reads: those of its encoder batches of one modality, one after another."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data.kept_rows import KeptRows
-from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.role_graph import ROLES, RoleGraph, graph_of
-from flowtrain_lightning.packing.step_graph import Meeting, any_binds
+from flowtrain_lightning.packing import StepPlan
+from flowtrain_lightning.packing.step_members import TWO_ROLES, StepMembers
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss, as in PyTorch's cross entropy."""
@@ -23,99 +22,28 @@ Features = dict[str, Tensor | tuple[Tensor, ...]]
 """Modality -> ``[rows, ...]`` features of a microbatch's media; a tuple of tensors where ``encode`` returns one."""
 
 
-_TWO_ROLES = graph_of(ROLES)
-
-
 @dataclass(frozen=True)
 class RankShard:
     """The part of every step that one rank loads.
 
     Attributes:
-        backbone_rank: the data-parallel rank within the backbone role, which tensor ranks have in common; None where
-            the rank has no backbone lane.
-        backbone_ranks: data-parallel ranks of the backbone role.
-        encoder_members: the data-parallel rank within each encoder for which this rank works, counted over all
-            encoders; ``()`` where it does not encode.
-        encoder_ranks: data-parallel ranks of the encoder role, or of all of them.
-        colocated_lanes: the encoder rank and the backbone rank of each process that has both; ``()`` where none has.
-        encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
-            there is one node.
-        backbone_nodes: the node of each backbone rank, likewise.
-        local: every rank encodes just the media that it reads (plain Lightning).
-        meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
-        graph: the roles, and what flows between them.
-        producers: role that encodes -> its data-parallel ranks, in the order in which ``encoder_members`` counts them;
-            empty where there is one such role.
-        producers_per_rank: for how many of them a rank works at most.
+        members: of all roles.
+        own: role of this rank -> the member to which it belongs. Ranks of one member load the same.
     """
 
-    backbone_rank: int | None
-    backbone_ranks: int
-    encoder_members: tuple[int, ...]
-    encoder_ranks: int
-    colocated_lanes: tuple[tuple[int, int], ...] = ()
-    encoder_nodes: tuple[int, ...] = ()
-    backbone_nodes: tuple[int, ...] = ()
-    local: bool = False
-    meets: Mapping[str, Meeting] = field(default_factory=dict)
-    graph: RoleGraph = _TWO_ROLES
-    producers: Mapping[str, int] = field(default_factory=dict)
-    producers_per_rank: int = 1
-
-    def meeting(self, role: str) -> Meeting:
-        """The ranks of a role that begin a pass together."""
-        return self.meets.get(role, Meeting())
+    members: StepMembers
+    own: Mapping[str, int]
 
     @property
-    def trunk(self) -> str:
-        """The role that reads features and computes the loss."""
-        return self.graph.trunk
-
-    @property
-    def encoded(self) -> tuple[tuple[str, int], ...]:
-        """Modality and data-parallel ranks of each role that encodes; ``()`` where one takes whatever there is."""
-        named = ((self.graph.modality_of(role), ranks) for role, ranks in self.producers.items())
-        return tuple((modality, ranks) for modality, ranks in named if modality is not None)
-
-    def members_of(self, producer: str) -> range:
-        """The members of a role that encodes, counted over all such roles."""
-        first = 0
-        for role, ranks in self.producers.items():
-            if role == producer:
-                return range(first, first + ranks)
-            first += ranks
-        return range(self.encoder_ranks)
-
-    @property
-    def own_members(self) -> dict[str, int]:
-        """Role of this rank -> the member of it to which the rank belongs, counted within the role."""
-        encoding = ((self.role_of(member), member) for member in self.encoder_members)
-        own = {role: member - self.members_of(role).start for role, member in encoding}
-        return own if self.backbone_rank is None else {self.trunk: self.backbone_rank, **own}
-
-    def batches_of(self, role: str, plan: StepPlan) -> tuple[tuple[tuple[IntArray, ...], ...], IntArray]:
-        """``[member][number]`` the batches of a role in a step, and the length of each item that they hold.
-
-        Lengths are the patches of media items, of the trunk's samples the tokens.
-        """
-        if role == self.trunk:
-            return plan.microbatches, plan.sizes.tokens
-        members = self.members_of(role)
-        return plan.encoder_batches[members.start : members.stop], plan.sizes.media_patches
-
-    def role_of(self, member: int) -> str:
-        """The role for which a member encodes, counted over all such roles."""
-        return next(role for role in self.graph.producers if member in self.members_of(role))
-
-    @property
-    def in_fixed_order(self) -> bool:
-        """Ranks need each other in some pass, so that one of two lanes takes turns in a fixed order."""
-        return any_binds(self.meets)
+    def encodes(self) -> tuple[str, ...]:
+        """The roles of this rank that encode."""
+        return tuple(role for role in self.own if role != self.members.trunk)
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:
         """The shard of a rank in plain data parallelism, where each rank holds the whole module."""
-        return cls(rank, ranks, (rank,), ranks, local=True)
+        counts = dict.fromkeys(TWO_ROLES.roles, ranks)
+        return cls(StepMembers(counts, local=True), dict.fromkeys(counts, rank))
 
 
 class Clip(NamedTuple):
@@ -304,9 +232,9 @@ class StepBatch:
     Attributes:
         plan: the whole step's plan, equal on all ranks.
         shard: what of it this rank holds.
-        microbatches: this rank's microbatches in order; None where one is empty. ``()`` without a backbone lane.
-        encoder_batches: this rank's encoder batches in order, those of one encoder after another; None where one is
-            empty. ``()`` where it does not encode.
+        microbatches: this rank's microbatches in order; None where one is empty. ``()`` where it does not work for the
+            trunk.
+        media: role of this rank that encodes -> its batches in order; None where one is empty.
         padding_media: role -> what this rank encodes for it, for nothing, where only others have an encoder batch: the
             smallest media item of the step that the role encodes. Without roles that have no need.
         epoch: the epoch of the step.
@@ -318,9 +246,9 @@ class StepBatch:
     """
 
     __slots__ = (
-        "encoder_batches",
         "epoch",
         "following",
+        "media",
         "microbatches",
         "padding_media",
         "plan",
@@ -334,7 +262,7 @@ class StepBatch:
         plan: StepPlan,
         shard: RankShard,
         microbatches: tuple[PackedBatch | None, ...],
-        encoder_batches: tuple[PackedMedia | None, ...],
+        media: Mapping[str, tuple[PackedMedia | None, ...]],
         epoch: int,
         step: int,
         padding_media: Mapping[str, PackedMedia] | None = None,
@@ -344,7 +272,7 @@ class StepBatch:
         self.plan = plan
         self.shard = shard
         self.microbatches = microbatches
-        self.encoder_batches = encoder_batches
+        self.media = media
         self.epoch = epoch
         self.step = step
         self.padding_media: Mapping[str, PackedMedia] = padding_media or {}
@@ -353,11 +281,11 @@ class StepBatch:
 
     def read_by(self, microbatch: int) -> list[tuple[int, PackedMedia]]:
         """The encoder batches that a microbatch reads, each with its number, of a shard that is ``local``."""
-        (member,) = self.shard.encoder_members
-        turns = self.plan.encoder_turns[member]
+        (role,) = self.shard.encodes
+        turns = self.plan.turns[role][self.shard.own[role]]
         return [
             (number, media)
-            for number, ((position, _), media) in enumerate(zip(turns, self.encoder_batches, strict=True))
+            for number, ((position, _), media) in enumerate(zip(turns, self.media[role], strict=True))
             if media is not None and position == microbatch
         ]
 

@@ -257,7 +257,7 @@ class StepLoader:
                 "...)), or raise FlowDataModule(encoder_budget=...) and the memory that is planned for it."
             )
         if self._keeping is not None:
-            self._keeping.count(delivery.batch.encoder_batches)
+            self._keeping.count(delivery.batch.media)
         position = _Position(delivery.batch.epoch, delivery.batch.step + 1, delivery.stream)
         if self.sampler.steps is not None:
             self._done = position
@@ -362,7 +362,7 @@ def _next_batch(
         batch = packed.open()
         _ = batch.plan.entries  # computed here, not when the step begins
         if prepare_media is not None:
-            batch.encoder_batches = tuple(map(prepare_media, batch.encoder_batches))
+            batch.media = {role: tuple(map(prepare_media, own)) for role, own in batch.media.items()}
             prepared = {role: prepare_media(media) for role, media in batch.padding_media.items()}
             batch.padding_media = {role: media for role, media in prepared.items() if media is not None}
         if prepare is not None:

@@ -495,11 +495,11 @@ class FlowDataModule(L.LightningDataModule):
 def _warn_of_idle_ranks(steps: Steps, shard: RankShard) -> None:
     if isinstance(steps, Sampling) or steps.settings is None:
         return
-    if (microbatches := steps.settings.microbatches) < shard.backbone_ranks:
+    ranks = shard.members.counts[shard.members.trunk]
+    if (microbatches := steps.settings.microbatches) < ranks:
         rank_zero_warn(
-            f"Of {shard.backbone_ranks} backbone ranks some have no work, as a step has microbatches={microbatches}. "
-            f"Set FlowDataModule(token_steps=TokenSteps(microbatches={shard.backbone_ranks})) or more, or lower "
-            "token_budget."
+            f"Of {ranks} {shard.members.trunk} ranks some have no work, as a step has microbatches={microbatches}. "
+            f"Set FlowDataModule(token_steps=TokenSteps(microbatches={ranks})) or more, or lower token_budget."
         )
 
 

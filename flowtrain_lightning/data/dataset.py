@@ -34,6 +34,7 @@ from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.sample_stream import StreamStep
+from flowtrain_lightning.packing.step_members import StepMembers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -192,13 +193,13 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             assert not isinstance(sampling, Sampling)
             assert sampling.settings is not None
             chosen = sampling.samples(found.samples) if isinstance(sampling, TokenStream) else found.samples
-            microbatches = packing.arrange(found, sampling.settings, self.shard)
+            microbatches = packing.arrange(found, sampling.settings, self.shard.members)
         else:
             chosen = found
         sizes = self.samples.source.sizes(chosen)
         if self.samples.augment is not None or not self.shares:  # chance makes two pictures of one
             sizes = replace(sizes, media_content=None)
-        return packing.plan(sizes, chosen, self.shard, microbatches)
+        return packing.plan(sizes, chosen, self.shard.members, microbatches)
 
     def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The steps as they were when ``state`` was saved, as far as the user has not set otherwise."""
@@ -220,33 +221,28 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         for sample in self._needed(plan):  # in their order, since some stores are read forward
             record_of(sample)
         microbatches: tuple[PackedBatch | None, ...] = ()
-        encoder_batches: tuple[PackedMedia | None, ...] = ()
+        media: dict[str, tuple[PackedMedia | None, ...]] = {}
         padding_media: dict[str, PackedMedia] = {}
-        if shard.backbone_rank is not None:
-            microbatches = tuple(
-                self._microbatch(plan, members, record_of) for members in plan.microbatches[shard.backbone_rank]
-            )
-        if shard.encoder_members:
-            encoder_batches = tuple(
-                self._encoder_batch(plan, items, epoch, record_of, shard.role_of(member))
-                for member in shard.encoder_members
-                for items in plan.encoder_batches[member]
-            )
-            for role in map(shard.role_of, shard.encoder_members):
-                if shard.meeting(role).passes and len(media := _encoded_by(role, shard, plan.sizes)):
-                    smallest = media[[plan.sizes.media_patches[media].argmin()]]
-                    padding = self._encoder_batch(plan, smallest, epoch, record_of, role)
-                    assert padding is not None
-                    padding_media[role] = padding
-        return StepBatch(plan, shard, microbatches, encoder_batches, epoch, step, padding_media)
+        for role, member in shard.own.items():
+            batches = plan.batches[role][member]
+            if role == shard.members.trunk:
+                microbatches = tuple(self._microbatch(plan, samples, record_of) for samples in batches)
+                continue
+            media[role] = tuple(self._encoder_batch(plan, items, epoch, record_of, role) for items in batches)
+            if shard.members.meeting(role).passes and len(items := _encoded_by(role, shard.members, plan.sizes)):
+                smallest = items[[plan.sizes.media_patches[items].argmin()]]
+                padding = self._encoder_batch(plan, smallest, epoch, record_of, role)
+                assert padding is not None
+                padding_media[role] = padding
+        return StepBatch(plan, shard, microbatches, media, epoch, step, padding_media)
 
     def _needed(self, plan: StepPlan) -> list[int]:
         """The samples of which this rank holds tokens or media, in the order of their source."""
-        nothing, shard = np.empty(0, np.int64), self.shard
-        tokens = () if shard.backbone_rank is None else plan.microbatches[shard.backbone_rank]
-        media = [items for member in shard.encoder_members for items in plan.encoder_batches[member]]
-        owners = plan.sizes.media_sample[np.concatenate([nothing, *media])]
-        needed: list[int] = np.unique(plan.samples[np.concatenate([nothing, *tokens, owners])]).tolist()
+        wanted = np.zeros(len(plan.samples), dtype=bool)
+        for role, member in self.shard.own.items():
+            for items in plan.batches[role][member]:
+                wanted[items if role == self.shard.members.trunk else plan.sizes.media_sample[items]] = True
+        needed: list[int] = np.unique(plan.samples[wanted]).tolist()
         return needed
 
     def _stream_state(self) -> dict[str, Any] | None:
@@ -256,7 +252,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
 
     def _microbatch(self, plan: StepPlan, members: IntArray, record_of: Callable[[int], Record]) -> PackedBatch | None:
         if len(members) == 0:
-            return padding_microbatch() if self.shard.meeting(self.shard.trunk).passes else None
+            return padding_microbatch() if self.shard.members.meeting(plan.graph.trunk).passes else None
         sizes = plan.sizes.select(members)
         samples = plan.samples[members].tolist()
         rows = np.split(sizes.media_rows, sizes.media_start[1:-1])
@@ -299,9 +295,9 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         return packed if kept is None else replace(packed, kept=kept)
 
 
-def _encoded_by(role: str, shard: RankShard, sizes: SampleSizes) -> IntArray:
+def _encoded_by(role: str, members: StepMembers, sizes: SampleSizes) -> IntArray:
     """The media items of a step that a role encodes."""
-    modality = shard.graph.modality_of(role)
+    modality = members.graph.modality_of(role)
     return np.arange(len(sizes.media_patches), dtype=np.int64) if modality is None else sizes.of_modality(modality)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from flowtrain_lightning.data.batch import PackedMedia, RankShard
 from flowtrain_lightning.data.feature_store import FeaturesNotKept, FeatureStore, KeepFeatures
@@ -45,9 +46,9 @@ class FeatureKeeping:
         self.kept = self.encoded = self.nbytes = 0
         self.seconds = 0.0
         found = {}
-        for role in dict.fromkeys(map(self.shard.role_of, self.shard.encoder_members)):
+        for role in self.shard.encodes:
             try:
-                if self.shard.meeting(role).binds:
+                if self.shard.members.meeting(role).binds:
                     raise FeaturesNotKept(
                         "its ranks need each other in their passes, so none of them could leave one out. Give them "
                         f"whole copies: FlowTrainStrategy(roles={{{role!r}: {{}}}})"
@@ -65,9 +66,9 @@ class FeatureKeeping:
                 )
         return found
 
-    def count(self, batches: tuple[PackedMedia | None, ...]) -> None:
+    def count(self, batches: Mapping[str, tuple[PackedMedia | None, ...]]) -> None:
         """Counts what a step reads and what it encodes."""
-        for media in batches:
+        for media in chain(*batches.values()):
             if media is not None:
                 missing = len(media.rows)
                 self.encoded += missing
@@ -80,7 +81,7 @@ class FeatureKeeping:
         """Says how much was read, and what to do where nothing is left to encode."""
         if not self.kept:
             return
-        idle = self.shard.backbone_rank is None and not self.encoded
+        idle = self.shard.members.trunk not in self.shard.own and not self.encoded
         advice = (
             ". This rank only encodes, so it has nothing left to do: with FlowTrainStrategy(placement='colocated'), or "
             "strategy='ddp', it trains the backbone as well"

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
-from flowtrain_lightning.packing.step_plan import Microbatches
+from flowtrain_lightning.packing.step_members import StepMembers
+from flowtrain_lightning.packing.step_plan import Batches
 from flowtrain_lightning.packing.step_planner import plan_step
 
 
@@ -83,51 +83,45 @@ class StepPacking:
     encoder_budget: int = ENCODER_BUDGET
 
     def plan(
-        self, sizes: SampleSizes, samples: IntArray, shard: RankShard, microbatches: Microbatches | None = None
+        self, sizes: SampleSizes, samples: IntArray, members: StepMembers, microbatches: Batches | None = None
     ) -> StepPlan:
         """The whole step's plan, equal on all ranks.
 
         Args:
             sizes: the sizes of ``samples``.
             samples: ``[n]`` indices into the data set.
-            shard: of any rank: says how many ranks there are, and whether each encodes what it reads.
+            members: of all roles.
             microbatches: what :meth:`arrange` found; None packs as many as are needed.
         """
         return plan_step(
             sizes,
             samples,
-            backbone_ranks=shard.backbone_ranks,
-            encoder_ranks=shard.encoder_ranks,
+            members,
             token_budget=self.token_budget,
             encoder_budget=self.encoder_budget,
-            encoders=shard.encoded,
-            local=shard.local,
-            colocated_lanes=shard.colocated_lanes,
-            encoder_nodes=shard.encoder_nodes,
-            backbone_nodes=shard.backbone_nodes,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
-            sync_every=self._sync_every(shard),
-            in_fixed_order=shard.in_fixed_order,
+            sync_every=self._sync_every(members),
             microbatches=microbatches,
         )
 
-    def arrange(self, step: StreamStep, settings: StreamSettings, shard: RankShard) -> Microbatches:
+    def arrange(self, step: StreamStep, settings: StreamSettings, members: StepMembers) -> Batches:
         """The microbatches of a stream's step for the ranks of a layout; every layout gets the same samples."""
+        ranks = members.counts[members.trunk]
         bin_of, positions = arrange(
             step.tokens,
             self.cost.weight_of_each(step.tokens),
             step.bin_of,
             microbatches=settings.microbatches,
             group_size=settings.balance_group,
-            ranks=shard.backbone_ranks,
+            ranks=ranks,
             budget=settings.token_budget,
-            sync_every=self._sync_every(shard),
+            sync_every=self._sync_every(members),
         )
-        return as_microbatches(bin_of, positions, shard.backbone_ranks)
+        return as_microbatches(bin_of, positions, ranks)
 
-    def _sync_every(self, shard: RankShard) -> SyncEvery:
-        return self.sync_every or ("microbatch" if shard.meeting(shard.trunk).passes else "step")
+    def _sync_every(self, members: StepMembers) -> SyncEvery:
+        return self.sync_every or ("microbatch" if members.meeting(members.trunk).passes else "step")
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

@@ -52,7 +52,7 @@ class SharedMemoryBatch:
         """Pack a batch; its ``following`` and ``program`` stay behind, as they belong to the rank's process."""
         file = io.BytesIO()
         pickler = _Pickler(file)
-        parts = (batch.plan, batch.shard, batch.microbatches, batch.encoder_batches)
+        parts = (batch.plan, batch.shard, batch.microbatches, batch.media)
         pickler.dump((*parts, batch.epoch, batch.step, batch.padding_media))
         layout, end = [], 0
         for tensor in pickler.tensors:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.packing import CostModel, IntArray, StepPlan
 from flowtrain_lightning.packing.cost_model import Observation
+from flowtrain_lightning.packing.step_plan import Batches
 from flowtrain_lightning.placement.profile import FlopModel
 
 
@@ -73,19 +72,15 @@ class PackingUse(PlanMetric):
         token_budget: of a microbatch.
         pads: microbatches are filled up to the budget by padding.
         costs: role -> what packing balances its ranks by.
-        batches_of: gives the batches of a role in a plan, by member, and the lengths of the items in them.
     """
 
     tokens: Tensor
     budgets: Tensor
     steps: Tensor
 
-    def __init__(
-        self, token_budget: int, pads: bool, costs: Mapping[str, CostModel], batches_of: Callable[..., Any]
-    ) -> None:
+    def __init__(self, token_budget: int, pads: bool, costs: Mapping[str, CostModel]) -> None:
         super().__init__()
-        self.token_budget, self.pads = token_budget, pads
-        self.costs, self.batches_of = dict(costs), batches_of
+        self.token_budget, self.pads, self.costs = token_budget, pads, dict(costs)
         for name in ("tokens", "budgets", "steps", *self.costs):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx=None)
 
@@ -93,9 +88,9 @@ class PackingUse(PlanMetric):
         """See `PlanMetric`."""
         self.steps += 1
         self.tokens += int(plan.sizes.tokens.sum())
-        self.budgets += self.token_budget * sum(len(part) > 0 for of_rank in plan.microbatches for part in of_rank)
+        self.budgets += self.token_budget * len(_filled(plan.microbatches))
         for role in self.costs:
-            setattr(self, role, self._excess(role, *self.batches_of(role, plan)))
+            setattr(self, role, self._excess(role, plan))
 
     def compute(self) -> dict[str, Tensor]:
         """Shares from 0 on.
@@ -112,9 +107,9 @@ class PackingUse(PlanMetric):
             **{f"{role}_imbalance": getattr(self, role) / self.steps for role in self.costs},
         }
 
-    def _excess(self, role: str, batches: tuple[tuple[IntArray, ...], ...], lengths: IntArray) -> Tensor:
-        cost = self.costs[role]
-        work = np.array([sum(cost.of_set(lengths[part]) for part in of_rank if len(part)) for of_rank in batches])
+    def _excess(self, role: str, plan: StepPlan) -> Tensor:
+        cost, lengths = self.costs[role], plan.lengths(role)
+        work = np.array([sum(cost.of_set(lengths[part]) for part in own if len(part)) for own in plan.batches[role]])
         before: Tensor = getattr(self, role)
         return before + (float(work.max() / work.mean()) - 1 if work.sum() > 0 else 0.0)
 
@@ -131,36 +126,33 @@ class FlopUtilization(PlanMetric):
         peak: FLOP/s of one rank's device on paper, in the precision of the run.
     """
 
-    encoder: Tensor
-    backbone: Tensor
     seconds: Tensor
 
     def __init__(self, flops: Mapping[str, FlopModel], ranks: Mapping[str, tuple[int, ...]], peak: float) -> None:
         super().__init__()
         self.flops, self.peak = dict(flops), peak
-        self.devices = {role: len(ranks[role]) for role in (ENCODER, BACKBONE)}
-        self.all_devices = len({rank for of_role in ranks.values() for rank in of_role})
-        for name in (ENCODER, BACKBONE, "seconds"):
+        self.devices = {role: len(own) for role, own in ranks.items()}
+        self.all_devices = len({rank for own in ranks.values() for rank in own})
+        for name in (*self.devices, "seconds"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx=None)
 
     def update(self, plan: StepPlan, seconds: float) -> None:
         """See `PlanMetric`."""
-        for members in _each(plan.microbatches):
-            self.backbone += self._of(BACKBONE, plan.sizes.tokens[members])
-        for items in _each(plan.encoder_batches):
-            self.encoder += self._of(ENCODER, plan.sizes.media_patches[items])
+        for role in self.devices:
+            lengths, before = plan.lengths(role), getattr(self, role)
+            setattr(self, role, before + sum(self._of(role, lengths[items]) for items in _filled(plan.batches[role])))
         self.seconds += seconds
 
     def compute(self) -> dict[str, Tensor]:
-        """``all``, ``encoder`` and ``backbone``, from 0 to 1."""
+        """``all``, and each role by its name, as ``encoder`` and ``backbone``; from 0 to 1."""
         own = {role: getattr(self, role) for role in self.devices}
-        found = {"all": (self.encoder + self.backbone) / (self.seconds * self.peak * self.all_devices)}
+        found = {"all": sum(own.values()) / (self.seconds * self.peak * self.all_devices)}
         return found | {role: flops / (self.seconds * self.peak * self.devices[role]) for role, flops in own.items()}
 
     def _of(self, role: str, lengths: IntArray) -> float:
         return self.flops[role].of(Observation.of(lengths, 0.0)) if role in self.flops else 0.0
 
 
-def _each(of_ranks: tuple[tuple[IntArray, ...], ...]) -> list[IntArray]:
-    """The members of all microbatches, or encoder batches, that are not empty."""
-    return [members for of_rank in of_ranks for members in of_rank if len(members)]
+def _filled(batches: Batches) -> list[IntArray]:
+    """All batches that are not empty."""
+    return [items for own in batches for items in own if len(items)]

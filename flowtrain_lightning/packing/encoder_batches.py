@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.compiled import compiled
 from flowtrain_lightning.packing.load_balancing import two_way_partition
-from flowtrain_lightning.packing.step_plan import BoolArray, EncoderBatches, FloatArray, IntArray, SampleSizes
+from flowtrain_lightning.packing.step_plan import Batches, BoolArray, FloatArray, IntArray, SampleSizes
 
 ENCODER_BUDGET = 16384
 """The most patches of an encoder batch where nothing else is said: what plans count on, too."""
@@ -22,115 +22,73 @@ _TOLERANCE = 1e-4
 
 def pack_encoder_batches(
     costs: FloatArray,
-    backbone_rank: IntArray,
+    reader: IntArray,
     position: IntArray,
     media: IntArray | None = None,
     *,
-    encoder_ranks: int,
-    colocated_lanes: Sequence[tuple[int, int]] = (),
+    members: int,
+    colocated: Sequence[tuple[int, int]] = (),
     busy: FloatArray | None = None,
     in_fixed_order: bool = False,
-    encoder_nodes: Sequence[int] = (),
-    backbone_nodes: Sequence[int] = (),
-) -> EncoderBatches:
-    """Deal the media items of one position after another to the encoder ranks, balanced over the whole step.
+    nodes: Sequence[int] = (),
+    reader_nodes: Sequence[int] = (),
+) -> Batches:
+    """Deal the media items of one position after another to a role's members, balanced over the whole step.
 
-    Where there are several nodes, a media item is encoded on the node of its reader as long as ranks stay even.
+    Where there are several nodes, a media item is encoded on the node of its reader as long as members stay even.
 
-    A batch holds media items of one position only, so the position of the reading microbatches never falls on a rank,
-    and inside a batch the media items of one reader are adjacent. Ties are broken by index.
+    A batch holds media items of one position only, so the position of the reading microbatches never falls for a
+    member, and inside a batch the media items of one reader are adjacent. Ties are broken by index.
 
     Args:
         costs: ``[media items]`` what encoding each costs, in any unit.
-        backbone_rank: ``[media items]`` who reads each.
+        reader: ``[media items]`` the member of the trunk that reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
         media: the numbers of those that are encoded; None: all.
-        encoder_ranks: ranks of the encoder role.
-        colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
-            media items are encoded unless balance moves them; where several processes share a backbone rank's
-            sequences, on that with the least to do.
-        busy: ``[encoder ranks]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together
-            with what is encoded, and where some ranks only encode, media items go there first. None is nothing.
+        members: how many there are.
+        colocated: the member and the reader of each process that has both: there the reader's media items are encoded
+            unless balance moves them; where several processes share a reader's sequences, on that with the least to do.
+        busy: ``[members]`` what each has to do beside encoding, in the unit of ``costs``: it is balanced together with
+            what is encoded, and where some only encode, media items go there first. None is nothing.
         in_fixed_order: ranks with both roles encode all they can before their first microbatch and after their last one
-            (see `taking_turns`), so that ranks that only encode should be as far: media items go there evenly over the
-            step.
-        encoder_nodes: the node of each encoder rank; ``()`` where there is one.
-        backbone_nodes: the node of each backbone rank; ``()`` where there is one.
+            (see `taking_turns`), so that members that only encode should be as far: media items go there evenly over
+            the step.
+        nodes: the node of each member; ``()`` where there is one.
+        reader_nodes: the node of each reader; ``()`` where there is one.
 
     Returns:
-        ``[encoder rank][number]`` -> media item numbers. No batch is empty, so ranks may differ in their number; and
-        none is cut yet, see `within_budget`.
+        ``[member][number]`` -> media item numbers. No batch is empty, so members may differ in their number; and none
+        is cut yet, see `within_budget`.
     """
     media = np.arange(len(costs), dtype=np.int64) if media is None else media
-    costs, backbone_rank, position = costs[media], backbone_rank[media], position[media]
+    costs, reader, position = costs[media], reader[media], position[media]
     order = np.lexsort((-costs, position))
-    reads = np.full(encoder_ranks, -1)
-    for encoder, reader in colocated_lanes:
-        reads[encoder] = reader
-    takes = np.full(encoder_ranks, busy is not None)
-    takes[[encoder for encoder, _ in colocated_lanes]] = False
-    node = np.array(encoder_nodes or [0] * encoder_ranks, dtype=np.int64)
-    reader_node = np.array(backbone_nodes, dtype=np.int64)[backbone_rank] if backbone_nodes else np.zeros_like(position)
-    busy = np.zeros(encoder_ranks) if busy is None else busy
+    reads = np.full(members, -1)
+    for member, own in colocated:
+        reads[member] = own
+    takes = np.full(members, busy is not None)
+    takes[[member for member, _ in colocated]] = False
+    node = np.array(nodes or [0] * members, dtype=np.int64)
+    reader_node = np.array(reader_nodes, dtype=np.int64)[reader] if reader_nodes else np.zeros_like(position)
+    busy = np.zeros(members) if busy is None else busy
     counted = _busy_by_position(costs, position, busy, takes)[position] if in_fixed_order else np.ones(len(costs))
-    encoder_rank = _deal(costs, order, backbone_rank, reads, busy, counted, takes, node, reader_node)
-    by_batch = np.lexsort((backbone_rank, position, encoder_rank))
-    changes = (np.diff(encoder_rank[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
-    batches: list[list[IntArray]] = [[] for _ in range(encoder_ranks)]
+    member_of = _deal(costs, order, reader, reads, busy, counted, takes, node, reader_node)
+    by_batch = np.lexsort((reader, position, member_of))
+    changes = (np.diff(member_of[by_batch]) != 0) | (np.diff(position[by_batch]) != 0)
+    batches: list[list[IntArray]] = [[] for _ in range(members)]
     for batch in np.split(by_batch, np.flatnonzero(changes) + 1):
         if len(batch):
-            batches[int(encoder_rank[batch[0]])].append(media[batch])
-    return tuple(tuple(of_rank) for of_rank in batches)
-
-
-def pack_batches_of_encoders(
-    costs: FloatArray,
-    backbone_rank: IntArray,
-    position: IntArray,
-    media: IntArray,
-    *,
-    sizes: SampleSizes,
-    encoders: Sequence[tuple[str, int]],
-    encoder_nodes: Sequence[int] = (),
-    backbone_nodes: Sequence[int] = (),
-) -> EncoderBatches:
-    """As `pack_encoder_batches`, where every modality has an encoder of its own, on ranks of its own.
-
-    Args:
-        costs: ``[media items]`` what encoding each costs; those of two modalities are never compared.
-        backbone_rank: ``[media items]`` who reads each.
-        position: ``[media items]`` the position of the microbatch that reads each.
-        media: the numbers of those that are encoded.
-        sizes: say of which modality each media item is.
-        encoders: modality and ranks of each encoder.
-        encoder_nodes: the node of each encoder rank; ``()`` where there is one.
-        backbone_nodes: the node of each backbone rank.
-
-    Returns:
-        ``[encoder rank][number]`` -> media item numbers, the ranks of one encoder after those of another.
-    """
-    batches: list[tuple[IntArray, ...]] = []
-    for modality, ranks in encoders:
-        found = pack_encoder_batches(
-            costs,
-            backbone_rank,
-            position,
-            np.intersect1d(sizes.of_modality(modality), media, assume_unique=True),
-            encoder_ranks=ranks,
-            encoder_nodes=encoder_nodes[len(batches) : len(batches) + ranks],
-            backbone_nodes=backbone_nodes,
-        )
-        batches += found
-    return tuple(batches)
+            batches[int(member_of[batch[0]])].append(media[batch])
+    return tuple(map(tuple, batches))
 
 
 def local_encoder_batches(
-    backbone_rank: IntArray, position: IntArray, media: IntArray | None = None, *, ranks: int, positions: int
-) -> EncoderBatches:
+    reader: IntArray, position: IntArray, media: IntArray | None = None, *, ranks: int, positions: int
+) -> Batches:
     """Encode where it is read: batch ``i`` of rank ``r`` holds the media items of microbatch ``i`` of rank ``r``.
 
     Args:
-        backbone_rank: ``[media items]`` who reads each.
+        reader: ``[media items]`` the rank that reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
         media: the numbers of those that are encoded; None: all.
         ranks: ranks, each of which encodes and reads.
@@ -140,14 +98,14 @@ def local_encoder_batches(
         ``[rank][position]`` -> media item numbers; some batches may be empty.
     """
     media = np.arange(len(position), dtype=np.int64) if media is None else media
-    rank_of, position_of = backbone_rank[media], position[media]
+    rank_of, position_of = reader[media], position[media]
     return tuple(
         tuple(media[(rank_of == rank) & (position_of == number)] for number in range(positions))
         for rank in range(ranks)
     )
 
 
-def divided_by_modality(batches: EncoderBatches, sizes: SampleSizes) -> EncoderBatches:
+def divided_by_modality(batches: Batches, sizes: SampleSizes) -> Batches:
     """In the place of every batch one for each modality of the step, by name; some may be empty."""
     return tuple(
         tuple(
@@ -159,11 +117,11 @@ def divided_by_modality(batches: EncoderBatches, sizes: SampleSizes) -> EncoderB
     )
 
 
-def within_budget(batches: EncoderBatches, patches: IntArray, budget: int) -> EncoderBatches:
+def within_budget(batches: Batches, patches: IntArray, budget: int) -> Batches:
     """The same batches, those of more patches than the budget cut into several, in their order.
 
     Args:
-        batches: ``[encoder rank][number]`` -> media item numbers.
+        batches: of a role that encodes.
         patches: ``[media items]`` patches of each.
         budget: the most patches of a batch. A media item that has more by itself is a batch by itself.
     """

@@ -19,7 +19,7 @@ from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.dense_groups import fill_groups
 from flowtrain_lightning.packing.load_balancing import rebalance
 from flowtrain_lightning.packing.sparse_groups import match_groups
-from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, Microbatches, SyncEvery
+from flowtrain_lightning.packing.step_plan import Batches, FloatArray, IntArray, SyncEvery
 
 _FEW = 12
 """Samples per microbatch below which several algorithms are tried, as none is good for all."""
@@ -35,7 +35,7 @@ _RANK_TOLERANCE = 1e-7
 
 def pack_microbatches(
     tokens: IntArray, *, ranks: int, token_budget: int, cost: CostModel, sync_every: SyncEvery = "microbatch"
-) -> Microbatches:
+) -> Batches:
     """Pack samples into microbatches and deal these to the backbone ranks.
 
     With ``microbatch`` the microbatches at one position are alike in cost on all ranks, with ``step`` the ranks'
@@ -60,7 +60,7 @@ def pack_microbatches(
     return as_microbatches(found, positions, ranks)
 
 
-def as_microbatches(bin_of: IntArray, positions: int, ranks: int) -> Microbatches:
+def as_microbatches(bin_of: IntArray, positions: int, ranks: int) -> Batches:
     """``[samples]`` microbatches, ``position * ranks + rank``, as ``[rank][position]`` -> sample numbers, ascending."""
     by_bin = np.argsort(bin_of, kind="stable")
     cuts = np.searchsorted(bin_of[by_bin], np.arange(positions * ranks + 1)).tolist()

@@ -14,7 +14,7 @@ from flowtrain_lightning.packing.order import order_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
 from flowtrain_lightning.packing.step_plan import (
     SYNC_EVERY,
-    EncoderBatches,
+    Batches,
     FloatArray,
     IntArray,
     PackingError,
@@ -81,7 +81,7 @@ class PackedStep:
     bin_of: IntArray
     positions: int
     delay: IntArray
-    encoder_batches: EncoderBatches = ()
+    encoder_batches: Batches = ()
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
 
 def _encode(
     samples: IntArray, bin_of: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
-) -> EncoderBatches:
+) -> Batches:
     """The encoder batches of a step; media items are counted over the data set."""
     counts = media_start[samples + 1] - media_start[samples]
     if not counts.any():
@@ -223,7 +223,7 @@ def _encode(
     media = np.repeat(media_start[samples] - before, counts) + np.arange(counts.sum())
     reader = np.repeat(bin_of, counts)
     batches = pack_encoder_batches(
-        media_cost[media], reader % settings.ranks, reader // settings.ranks, encoder_ranks=settings.encoder_ranks
+        media_cost[media], reader % settings.ranks, reader // settings.ranks, members=settings.encoder_ranks
     )
     return tuple(tuple(media[batch] for batch in of_rank) for of_rank in batches)
 

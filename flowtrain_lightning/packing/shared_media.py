@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowtrain_lightning.packing.step_plan import EncoderBatches, FloatArray, IntArray, StepPlan
+from flowtrain_lightning.packing.step_plan import Batches, FloatArray, IntArray, StepPlan
 
 _MOST_READERS = 256
-"""Backbone ranks that may read one media item: so many can give gradients of one entry back."""
+"""Members of the trunk that may read one media item: so many can give gradients of one entry back."""
 
 
 def costs_once(alike: IntArray | None, costs: FloatArray) -> FloatArray:
@@ -25,12 +25,12 @@ def costs_once(alike: IntArray | None, costs: FloatArray) -> FloatArray:
     return once
 
 
-def encoded_as(alike: IntArray | None, rank: IntArray, position: IntArray, *, local: bool) -> IntArray | None:
+def encoded_as(alike: IntArray | None, member: IntArray, position: IntArray, *, local: bool) -> IntArray | None:
     """``[media items]`` the media item that is encoded in the place of each: of those alike, that which is read first.
 
     Args:
         alike: ``[media items]`` equal numbers for equal media items; None where no two are.
-        rank: ``[media items]`` the backbone rank that reads each.
+        member: ``[media items]`` the member of the trunk that reads each.
         position: ``[media items]`` the position of the microbatch that reads each.
         local: every rank encodes what it reads.
 
@@ -39,8 +39,8 @@ def encoded_as(alike: IntArray | None, rank: IntArray, position: IntArray, *, lo
     """
     if alike is None:
         return None
-    group = rank if local else rank // _MOST_READERS
-    order = np.lexsort((rank, position, group, alike))
+    group = member if local else member // _MOST_READERS
+    order = np.lexsort((member, position, group, alike))
     begins = np.ones(len(order), dtype=bool)
     begins[1:] = (np.diff(alike[order]) != 0) | (np.diff(group[order]) != 0)
     found = np.empty_like(order)
@@ -48,19 +48,20 @@ def encoded_as(alike: IntArray | None, rank: IntArray, position: IntArray, *, lo
     return found.astype(np.int64)
 
 
-def side_by_side(batches: EncoderBatches, plan: StepPlan) -> EncoderBatches:
+def side_by_side(batches: Batches, plan: StepPlan) -> Batches:
     """The same batches, in which media items with the same readers lie side by side, as they make one entry.
 
     Args:
-        batches: ``[encoder rank][number]`` -> media item numbers.
-        plan: says who reads them; its own batches do not count.
+        batches: of a role that encodes.
+        plan: says who reads them; what it has of this role does not count.
     """
     if plan.encoded_as is None:
         return batches
-    ranks, readers = plan.readers[0], plan.media_readers
+    members, readers = plan.readers[0], plan.media_readers
     return tuple(
         tuple(
-            np.array(sorted(batch.tolist(), key=lambda item: (ranks[item], readers[item])), np.int64) for batch in each
+            np.array(sorted(batch.tolist(), key=lambda item: (members[item], readers[item])), np.int64)
+            for batch in each
         )
         for each in batches
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flowtrain_lightning.packing.role_graph import RoleGraph
+from flowtrain_lightning.packing.step_graph import BatchOf
+from flowtrain_lightning.packing.step_members import TWO_ROLES
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -18,14 +22,11 @@ NameArray = NDArray[np.str_]
 IMAGE = "image"
 """The modality of images, and of videos, which the same encoder takes."""
 
-Microbatches = tuple[tuple[IntArray, ...], ...]
-"""``[backbone rank][position]`` -> sample numbers."""
-
-EncoderBatches = tuple[tuple[IntArray, ...], ...]
-"""``[encoder rank][number]`` -> media item numbers."""
+Batches = tuple[tuple[IntArray, ...], ...]
+"""``[member][number]`` -> what each batch of a role holds: numbers of media items, or of samples for the trunk."""
 
 Turn = tuple[int, int]
-"""When an encoder batch is due: the position of the microbatches that read it, and how many batches of its rank for
+"""When an encoder batch is due: the position of the microbatches that read it, and how many batches of its member for
 that position come before it."""
 
 SyncEvery = Literal["microbatch", "step"]
@@ -115,37 +116,26 @@ class SampleSizes:
 
 @dataclass(frozen=True)
 class Entry:
-    """The rows that one encoder batch hands to one microbatch, or to several: the unit that passes through the pool.
+    """The rows that one batch hands to another one, or to several: the unit that passes through the pool.
 
     Attributes:
-        encoder_rank: who encodes, counted over all encoders, one after another.
-        encoder_batch: position in that rank's order.
-        backbone_rank: who reads it first, counted within the backbone role.
-        microbatch: position in that rank's order.
-        media: ``[n]`` the step's media item numbers, adjacent in the encoder batch.
+        maker: the batch that makes them.
+        readers: the batches that read them, by their position, then by member.
+        media: ``[n]`` the step's media item numbers, adjacent in the batch that makes them.
         rows: rows of features in all.
         modality: of the media items.
-        also: backbone rank and position of the other microbatches that read the same media items, in their order.
     """
 
-    encoder_rank: int
-    encoder_batch: int
-    backbone_rank: int
-    microbatch: int
+    maker: BatchOf
+    readers: tuple[BatchOf, ...]
     media: IntArray
     rows: int
     modality: str = IMAGE
-    also: tuple[tuple[int, int], ...] = ()
 
     @property
-    def readers(self) -> tuple[tuple[int, int], ...]:
-        """Backbone rank and position of all microbatches that read it, by position."""
-        return (self.backbone_rank, self.microbatch), *self.also
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The backbone ranks that read it: each gives gradients back once."""
-        return tuple(dict.fromkeys(rank for rank, _ in self.readers))
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """Role and number of the members that read it: each gives gradients back once."""
+        return tuple(dict.fromkeys((reader.role, reader.member) for reader in self.readers))
 
 
 @dataclass(frozen=True)
@@ -155,76 +145,97 @@ class StepPlan:
     Attributes:
         samples: ``[n]`` indices into the data set, in sampler order.
         sizes: the sizes of these samples; media items are numbered in this order.
-        microbatches: ``[backbone rank][position]`` -> indices into ``samples``. Every rank has as many microbatches;
-            some may be empty.
-        encoder_batches: ``[encoder rank][number]`` -> media item numbers, of one modality, grouped by the microbatch
-            that reads them. The microbatches that read a batch first are of one position, and on one encoder rank these
-            never fall from one batch to the next: this is why the order of the step cannot block in the pool. Batches
-            are empty only where every rank encodes what it reads.
+        batches: role -> its batches. Those of the trunk are its microbatches: indices into ``samples``, as many for
+            every member, some of them perhaps empty. Those of a role that encodes are media item numbers of one
+            modality, grouped by the microbatch that reads them. The microbatches that read a batch first are of one
+            position, and for one member these never fall from one batch to the next: this is why the order of the step
+            cannot block in the pool. Batches are empty only where every rank encodes what it reads.
+        graph: the roles, and what flows between them.
         encoded_as: ``[media items]`` the media item that is encoded in the place of each, since it is the same one;
             None where each is encoded.
     """
 
     samples: IntArray
     sizes: SampleSizes
-    microbatches: Microbatches
-    encoder_batches: EncoderBatches
+    batches: Mapping[str, Batches]
+    graph: RoleGraph = TWO_ROLES
     encoded_as: IntArray | None = None
+
+    @property
+    def microbatches(self) -> Batches:
+        """``[member][position]`` -> indices into ``samples``: the batches of the trunk."""
+        return self.batches[self.graph.trunk]
+
+    def lengths(self, role: str) -> IntArray:
+        """The length of each item that a role's batches hold: tokens of samples, patches of media items."""
+        return self.sizes.tokens if role == self.graph.trunk else self.sizes.media_patches
+
+    @cached_property
+    def makers(self) -> tuple[tuple[str, int], ...]:
+        """Role and number of every member that encodes, one role after another."""
+        return tuple((role, member) for role in self.graph.producers for member in range(len(self.batches[role])))
 
     @cached_property
     def readers(self) -> tuple[IntArray, IntArray]:
-        """The backbone rank, and the position of its microbatch, that reads each media item: two ``[media items]``."""
-        rank_of = np.empty(len(self.samples), dtype=np.int64)
+        """The member of the trunk, and the position of its microbatch, that reads each media item.
+
+        Two arrays of ``[media items]``.
+        """
+        member_of = np.empty(len(self.samples), dtype=np.int64)
         position_of = np.empty(len(self.samples), dtype=np.int64)
-        for rank, microbatches in enumerate(self.microbatches):
-            for position, members in enumerate(microbatches):
-                rank_of[members] = rank
-                position_of[members] = position
+        for member, microbatches in enumerate(self.microbatches):
+            for position, samples in enumerate(microbatches):
+                member_of[samples] = member
+                position_of[samples] = position
         owner = self.sizes.media_sample
-        return rank_of[owner], position_of[owner]
+        return member_of[owner], position_of[owner]
 
     @cached_property
-    def media_readers(self) -> list[tuple[tuple[int, int], ...]]:
-        """``[media items]`` backbone rank and position of all microbatches that read what is encoded, by position.
+    def media_readers(self) -> list[tuple[BatchOf, ...]]:
+        """``[media items]`` all microbatches that read what is encoded, by position, then by member.
 
         Nobody reads what is not encoded.
         """
-        own = list(zip(*(of_media.tolist() for of_media in self.readers), strict=True))
+        trunk = self.graph.trunk
+        own = [BatchOf(trunk, *reader) for reader in zip(*(each.tolist() for each in self.readers), strict=True)]
         if self.encoded_as is None:
             return [(reader,) for reader in own]
-        found: list[set[tuple[int, int]]] = [set() for _ in own]
+        found: list[set[BatchOf]] = [set() for _ in own]
         for reader, encoded in zip(own, self.encoded_as.tolist(), strict=True):
             found[encoded].add(reader)
-        return [tuple(sorted(of_media, key=lambda reader: (reader[1], reader[0]))) for of_media in found]
+        return [tuple(sorted(each, key=lambda reader: (reader.number, reader.member))) for each in found]
 
     @cached_property
-    def read_until(self) -> tuple[tuple[int, ...], ...]:
-        """``[encoder rank][number]`` -> the position of the last microbatches that read each encoder batch; or -1."""
+    def read_until(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """Role that encodes -> ``[member][number]`` the position of the last microbatches that read a batch; or -1."""
         readers = self.media_readers
-        return tuple(
-            tuple(max((readers[item][-1][1] for item in media.tolist()), default=-1) for media in batches)
-            for batches in self.encoder_batches
-        )
+
+        def until(media: IntArray) -> int:
+            return max((readers[item][-1].number for item in media.tolist()), default=-1)
+
+        return {role: tuple(tuple(map(until, own)) for own in self.batches[role]) for role in self.graph.producers}
 
     @cached_property
-    def encoder_turns(self) -> tuple[tuple[Turn, ...], ...]:
-        """``[encoder rank][number]`` -> the turn of each encoder batch, rising; (-1, ...) of an empty one."""
+    def turns(self) -> Mapping[str, tuple[tuple[Turn, ...], ...]]:
+        """Role that encodes -> ``[member][number]`` the turn of each batch, rising; (-1, ...) of an empty one."""
         position_of = self.readers[1]
-        turns: list[tuple[Turn, ...]] = []
-        for batches in self.encoder_batches:
+
+        def in_order(batches: Iterable[IntArray]) -> tuple[Turn, ...]:
             positions = [int(position_of[media[0]]) if len(media) else -1 for media in batches]
-            turns.append(tuple((position, n - positions.index(position)) for n, position in enumerate(positions)))
-        return tuple(turns)
+            return tuple((position, n - positions.index(position)) for n, position in enumerate(positions))
 
-    def turns_of(self, members: Iterable[int]) -> tuple[Turn, ...]:
-        """The turns of some encoder ranks together, rising: those of each rank of a shard group."""
-        return tuple(sorted({turn for member in members for turn in self.encoder_turns[member]}))
+        return {role: tuple(map(in_order, self.batches[role])) for role in self.graph.producers}
 
-    def turns_until(self, turns: Iterable[Turn], members: Iterable[int]) -> tuple[int, ...]:
-        """The position of the last microbatches that read what any of some encoder ranks encode at each turn."""
+    def turns_of(self, role: str, members: Iterable[int] | None = None) -> tuple[Turn, ...]:
+        """The turns of some members of a role together, rising: those of a shard group, or of all members."""
+        own = self.turns[role]
+        return tuple(sorted({turn for member in _all_or(members, own) for turn in own[member]}))
+
+    def turns_until(self, role: str, turns: Iterable[Turn], members: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The position of the last microbatches that read what any of some members encode at each turn."""
         last: dict[Turn, int] = {}
-        for member in members:
-            for turn, until in zip(self.encoder_turns[member], self.read_until[member], strict=True):
+        for member in _all_or(members, self.turns[role]):
+            for turn, until in zip(self.turns[role][member], self.read_until[role][member], strict=True):
                 last[turn] = max(last.get(turn, -1), until)
         return tuple(last[turn] for turn in turns)
 
@@ -233,14 +244,17 @@ class StepPlan:
         """All entries of the step in a fixed order; the index of an entry is its number."""
         readers_of, media_rows = self.media_readers, self.sizes.media_rows
         found: list[Entry] = []
-        for encoder_rank, batches in enumerate(self.encoder_batches):
-            for number, media in enumerate(batches):
+        for role, member in self.makers:
+            for number, media in enumerate(self.batches[role][member]):
                 start, readers = 0, [readers_of[item] for item in media.tolist()]
                 for end, reader in enumerate(readers, 1):
                     if end == len(readers) or readers[end] != reader:
-                        members = media[start:end]
-                        rows, modality = int(media_rows[members].sum()), self.sizes.modality_of(members[0])
-                        (rank, position), *also = reader
-                        found.append(Entry(encoder_rank, number, rank, position, members, rows, modality, tuple(also)))
+                        own = media[start:end]
+                        rows, modality = int(media_rows[own].sum()), self.sizes.modality_of(own[0])
+                        found.append(Entry(BatchOf(role, member, number), reader, own, rows, modality))
                         start = end
         return tuple(found)
+
+
+def _all_or(members: Iterable[int] | None, of_role: Sized) -> Iterable[int]:
+    return range(len(of_role)) if members is None else members

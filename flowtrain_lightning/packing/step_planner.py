@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -12,18 +12,17 @@ from flowtrain_lightning.packing.encoder_batches import (
     ENCODER_BUDGET,
     divided_by_modality,
     local_encoder_batches,
-    pack_batches_of_encoders,
     pack_encoder_batches,
     within_budget,
 )
 from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
 from flowtrain_lightning.packing.order import media_order, order_step
 from flowtrain_lightning.packing.shared_media import costs_once, encoded_as, side_by_side
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import (
-    EncoderBatches,
+    Batches,
     FloatArray,
     IntArray,
-    Microbatches,
     PackingError,
     SampleSizes,
     StepPlan,
@@ -34,113 +33,113 @@ from flowtrain_lightning.packing.step_plan import (
 def plan_step(
     sizes: SampleSizes,
     samples: IntArray,
+    members: StepMembers,
     *,
-    backbone_ranks: int,
-    encoder_ranks: int,
     token_budget: int,
     encoder_budget: int = ENCODER_BUDGET,
-    encoders: Sequence[tuple[str, int]] = (),
-    local: bool = False,
-    colocated_lanes: Sequence[tuple[int, int]] = (),
-    encoder_nodes: Sequence[int] = (),
-    backbone_nodes: Sequence[int] = (),
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     sync_every: SyncEvery = "microbatch",
-    in_fixed_order: bool = False,
-    microbatches: Microbatches | None = None,
+    microbatches: Batches | None = None,
 ) -> StepPlan:
     """Plan one step. The same arguments give the same plan on every rank and machine.
 
     Args:
         sizes: sizes of ``samples``, in that order.
         samples: ``[n]`` indices into the data set, in sampler order.
-        backbone_ranks: data-parallel ranks of the backbone role.
-        encoder_ranks: data-parallel ranks of the encoder role, or of all of them.
+        members: of all roles. Where they are ``local``, one encoder batch (perhaps empty) is made per microbatch and
+            modality of the step, where the budget allows that. Where some share a process with the trunk, what it reads
+            is encoded there unless balance moves it; members that only encode then have precedence, as far as all end
+            the step together.
         token_budget: the most tokens of one microbatch.
         encoder_budget: the most patches of one encoder batch, save one of a single media item that has more.
-        encoders: modality and ranks of each encoder, where there are several; ``()`` where one encoder takes all.
-        local: every rank encodes just the media items that it reads, one encoder batch (perhaps empty) per microbatch
-            and modality of the step, where the budget allows that.
-        colocated_lanes: the encoder rank and the backbone rank of each process that has both: there the backbone rank's
-            media items are encoded unless balance moves them. Where other encoder ranks only encode, these have
-            precedence, as far as all then end the step together.
-        encoder_nodes: the node of each encoder rank, so that media items are encoded near their readers; ``()`` where
-            there is one.
-        backbone_nodes: the node of each backbone rank; ``()`` where there is one.
-        cost: what a packed set of sequences costs the backbone.
-        encoder_cost: what a set of media items costs the encoder, by patches and in the unit of ``cost``. With it media
+        cost: what a packed set of sequences costs the trunk.
+        encoder_cost: what a set of media items costs to encode, by patches and in the unit of ``cost``. With it media
             items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
             length are swapped between positions where that makes it shorter still. None deals media items by patches,
             and orders positions by how much media they read; where some ranks only encode and others do both, a media
-            item then is taken to cost the encoder what its rows cost the backbone.
-        sync_every: how often backbone ranks wait for each other.
-        in_fixed_order: ranks with both roles work in the fixed order of `taking_turns`, not as they can go on.
+            item then is taken to cost as much as its rows cost the trunk.
+        sync_every: how often members of the trunk wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed.
 
     Raises:
-        PackingError: a number of ranks or a budget below 1, sizes of other samples, a sample over the token budget,
-            ``colocated_lanes`` of other ranks, ``local`` with unequal numbers of ranks, or media that no encoder takes.
+        PackingError: a role without a member or a budget below 1, sizes of other samples, a sample over the token
+            budget, colocated members that do not exist, local ones of unequal numbers, or media that nobody encodes.
     """
-    _refuse_bad_ranks(backbone_ranks, encoder_ranks, token_budget, encoder_budget, local, colocated_lanes)
+    _refuse_bad_members(members, token_budget, encoder_budget)
     _refuse_bad_samples(sizes, samples, token_budget)
-    if not local:
-        _refuse_other_modalities(sizes, [modality for modality, _ in encoders])
+    if not members.local:
+        _refuse_other_modalities(sizes, members)
+    trunk, graph, alike = members.trunk, members.graph, sizes.alike
     if microbatches is None:
         microbatches = pack_microbatches(
-            sizes.tokens, ranks=backbone_ranks, token_budget=token_budget, cost=cost, sync_every=sync_every
+            sizes.tokens, ranks=members.counts[trunk], token_budget=token_budget, cost=cost, sync_every=sync_every
         )
-    some_only_encode = 0 < len({encoder for encoder, _ in colocated_lanes}) < encoder_ranks
-    media_costs, alike = _media_costs(sizes, cost, encoder_cost, some_only_encode), sizes.alike
-    if encoder_cost is None or local or colocated_lanes or encoders:
-        # A rank with both lanes never waits for itself, so little is to be gained by a search; and a search would
+    media_costs = _media_costs(sizes, cost, encoder_cost, members.some_only_encode)
+    if encoder_cost is None or members.local or members.colocated or not graph.is_simple:
+        # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another.
-        weights = _shares_of_encoders(sizes, media_costs) if encoders else sizes.media_patches.astype(np.float64)
+        weights = sizes.media_patches.astype(np.float64) if graph.is_simple else _shares(sizes, media_costs)
         order = media_order(_media_per_position(microbatches, sizes, costs_once(alike, weights)))
-        microbatches = tuple(tuple(of_rank[position] for position in order) for of_rank in microbatches)
+        microbatches = tuple(tuple(own[position] for position in order) for own in microbatches)
     else:
         once = costs_once(alike, media_costs)
-        microbatches = _ordered(microbatches, sizes, encoder_ranks, token_budget, cost, once, sync_every)
-    rank, position = StepPlan(samples, sizes, microbatches, ()).readers
-    shared = encoded_as(alike, rank, position, local=local)
-    media = np.arange(len(rank)) if shared is None else np.flatnonzero(shared == np.arange(len(rank)))
-    if local:
-        batches = local_encoder_batches(rank, position, media, ranks=backbone_ranks, positions=len(microbatches[0]))
-    elif encoders:
-        batches = pack_batches_of_encoders(
-            media_costs,
-            rank,
-            position,
-            media,
-            sizes=sizes,
-            encoders=encoders,
-            encoder_nodes=encoder_nodes,
-            backbone_nodes=backbone_nodes,
-        )
+        encoding = sum(members.counts[role] for role in members.producers)
+        microbatches = _ordered(microbatches, sizes, encoding, token_budget, cost, once, sync_every)
+    reader, position = StepPlan(samples, sizes, {trunk: microbatches}, graph).readers
+    shared = encoded_as(alike, reader, position, local=members.local)
+    media = np.arange(len(reader)) if shared is None else np.flatnonzero(shared == np.arange(len(reader)))
+    if members.local:
+        (role,) = members.producers
+        ranks, positions = len(microbatches), len(microbatches[0])
+        batches = {role: local_encoder_batches(reader, position, media, ranks=ranks, positions=positions)}
     else:
-        batches = pack_encoder_batches(
-            media_costs,
-            rank,
-            position,
-            media,
-            encoder_ranks=encoder_ranks,
-            colocated_lanes=colocated_lanes,
-            busy=_beside_encoding(microbatches, sizes, cost, sync_every, encoder_ranks, colocated_lanes)
-            if some_only_encode
-            else None,
-            in_fixed_order=in_fixed_order,
-            encoder_nodes=encoder_nodes,
-            backbone_nodes=backbone_nodes,
+        read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
+        dealt = _dealt(media_costs, media, read, members, cost, sync_every)
+        batches = {
+            role: within_budget(side_by_side(own, read), sizes.media_patches, encoder_budget)
+            for role, own in dealt.items()
+        }
+    microbatches = _by_source(microbatches, tuple(chain(*batches.values())), sizes, shared)
+    if members.local:  # features come in the order of the samples there, however many batches they are of
+        by_modality = batches[role] if sizes.media_modality is None else divided_by_modality(batches[role], sizes)
+        batches = {role: within_budget(by_modality, sizes.media_patches, encoder_budget)}
+    return StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
+
+
+def _dealt(
+    costs: FloatArray, media: IntArray, plan: StepPlan, members: StepMembers, cost: CostModel, sync_every: SyncEvery
+) -> dict[str, Batches]:
+    """Role that encodes -> its batches, not yet cut.
+
+    Args:
+        costs: ``[media items]`` what encoding each costs; those of two roles are never compared.
+        media: the numbers of those that are encoded.
+        plan: says who reads them.
+        members: of all roles.
+        cost: what a packed set of sequences costs the trunk.
+        sync_every: how often members of the trunk wait for each other.
+    """
+    dealt = {}
+    for role in members.producers:
+        modality, pairs, busy = members.graph.modality_of(role), members.colocated.get(role, ()), None
+        own = media if modality is None else np.intersect1d(plan.sizes.of_modality(modality), media, assume_unique=True)
+        alone = modality is None  # what one encoder does beside another is not weighed
+        if alone and members.some_only_encode:
+            busy = _beside_encoding(plan, cost, sync_every, members.counts[role], pairs)
+        dealt[role] = pack_encoder_batches(
+            costs,
+            *plan.readers,
+            own,
+            members=members.counts[role],
+            colocated=pairs if alone else (),
+            busy=busy,
+            in_fixed_order=alone and members.in_fixed_order,
+            nodes=members.nodes.get(role, ()),
+            reader_nodes=members.nodes.get(members.trunk, ()),
         )
-    if not local:
-        batches = side_by_side(batches, StepPlan(samples, sizes, microbatches, (), shared))
-        batches = within_budget(batches, sizes.media_patches, encoder_budget)
-    microbatches = _by_source(microbatches, batches, sizes, shared)
-    if local:  # features come in the order of the samples there, however many batches they are of
-        by_modality = batches if sizes.media_modality is None else divided_by_modality(batches, sizes)
-        batches = within_budget(by_modality, sizes.media_patches, encoder_budget)
-    return StepPlan(samples, sizes, microbatches, batches, shared)
+    return dealt
 
 
 def _media_costs(
@@ -153,14 +152,14 @@ def _media_costs(
 
 
 def _ordered(
-    microbatches: Microbatches,
+    microbatches: Batches,
     sizes: SampleSizes,
-    encoder_ranks: int,
+    encoding: int,
     token_budget: int,
     cost: CostModel,
     media_costs: FloatArray,
     sync_every: SyncEvery,
-) -> Microbatches:
+) -> Batches:
     """The microbatches in the order that makes the step shortest, after swaps that make it shorter still."""
     ranks, positions = len(microbatches), len(microbatches[0])
     bin_of = np.empty(len(sizes), dtype=np.int64)
@@ -176,7 +175,7 @@ def _ordered(
         encoder,
         positions=positions,
         ranks=ranks,
-        encoder_ranks=encoder_ranks,
+        encoder_ranks=encoding,
         budget=token_budget,
         sync_every=sync_every,
     )
@@ -184,35 +183,29 @@ def _ordered(
 
 
 def _beside_encoding(
-    microbatches: Microbatches,
-    sizes: SampleSizes,
-    cost: CostModel,
-    sync_every: SyncEvery,
-    encoder_ranks: int,
-    colocated_lanes: Sequence[tuple[int, int]],
+    plan: StepPlan, cost: CostModel, sync_every: SyncEvery, members: int, colocated: Sequence[tuple[int, int]]
 ) -> FloatArray:
-    """``[encoder ranks]`` what the backbone lanes on their processes cost; those of a backbone rank share its cost."""
-    at_each = np.array([[cost.of_set(sizes.tokens[m]) if len(m) else 0.0 for m in rank] for rank in microbatches])
+    """``[members]`` what the trunk costs on the process of each; those that share its microbatches share its cost."""
+    tokens = plan.sizes.tokens
+    at_each = np.array([[cost.of_set(tokens[m]) if len(m) else 0.0 for m in own] for own in plan.microbatches])
     if sync_every == "microbatch":
         at_each[:] = at_each.max(axis=0)
-    encoder, backbone = np.array(colocated_lanes).T
-    processes = np.bincount(backbone, minlength=len(at_each))
-    busy = np.zeros(encoder_ranks)
-    np.add.at(busy, encoder, at_each.sum(axis=1)[backbone] / processes[backbone])
+    member, reader = np.array(colocated).T
+    processes = np.bincount(reader, minlength=len(at_each))
+    busy = np.zeros(members)
+    np.add.at(busy, member, at_each.sum(axis=1)[reader] / processes[reader])
     return busy
 
 
-def _media_per_position(
-    microbatches: Microbatches, sizes: SampleSizes, weights: IntArray | FloatArray
-) -> IntArray | FloatArray:
-    """``[positions]`` weight of the media items that all ranks together read at each position."""
+def _media_per_position(microbatches: Batches, sizes: SampleSizes, weights: FloatArray) -> FloatArray:
+    """``[positions]`` weight of the media items that all members together read at each position."""
     media = np.zeros(len(sizes), dtype=weights.dtype)
     np.add.at(media, sizes.media_sample, weights)
     at_each = zip(*microbatches, strict=True)
-    return np.array([sum(media[members].sum() for members in of_ranks) for of_ranks in at_each])
+    return np.array([sum(media[samples].sum() for samples in of_members) for of_members in at_each])
 
 
-def _shares_of_encoders(sizes: SampleSizes, media_costs: FloatArray) -> FloatArray:
+def _shares(sizes: SampleSizes, media_costs: FloatArray) -> FloatArray:
     """``[media items]`` the share of each in what its encoder has to do in the step."""
     shares = np.zeros(len(media_costs))
     for modality in sizes.modalities:
@@ -221,9 +214,7 @@ def _shares_of_encoders(sizes: SampleSizes, media_costs: FloatArray) -> FloatArr
     return shares
 
 
-def _by_source(
-    microbatches: Microbatches, batches: EncoderBatches, sizes: SampleSizes, shared: IntArray | None
-) -> Microbatches:
+def _by_source(microbatches: Batches, batches: Batches, sizes: SampleSizes, shared: IntArray | None) -> Batches:
     """The same microbatches, with sequences side by side whose features come from one encoder batch.
 
     What one batch hands to a microbatch is then copied in one piece. Sequences without media come first.
@@ -236,48 +227,32 @@ def _by_source(
     source = np.full(len(sizes), -1)
     has_media = np.diff(sizes.media_start) > 0
     source[has_media] = batch_of[sizes.media_start[:-1][has_media]]
-    return tuple(
-        tuple(members[np.argsort(source[members], kind="stable")] for members in of_rank) for of_rank in microbatches
-    )
+    return tuple(tuple(samples[np.argsort(source[samples], kind="stable")] for samples in own) for own in microbatches)
 
 
-def _refuse_bad_ranks(
-    backbone_ranks: int,
-    encoder_ranks: int,
-    token_budget: int,
-    encoder_budget: int,
-    local: bool,
-    colocated_lanes: Sequence[tuple[int, int]],
-) -> None:
-    least_one = {
-        "backbone_ranks": backbone_ranks,
-        "encoder_ranks": encoder_ranks,
-        "token_budget": token_budget,
-        "encoder_budget": encoder_budget,
-    }
-    for name, value in least_one.items():
+def _refuse_bad_members(members: StepMembers, token_budget: int, encoder_budget: int) -> None:
+    least_one = {f"The number of {role} members": members.counts[role] for role in members.graph.roles}
+    for name, value in (least_one | {"token_budget": token_budget, "encoder_budget": encoder_budget}).items():
         if value < 1:
             raise PackingError(f"{name} is {value}; it must be at least 1.")
-    if local and backbone_ranks != encoder_ranks:
+    if members.local and len(set(members.counts.values())) > 1:
         raise PackingError(
-            f"local=True lets every rank encode what it reads, but there are {backbone_ranks} backbone ranks and "
-            f"{encoder_ranks} encoder ranks; make the numbers equal."
+            f"local=True lets every rank encode what it reads, but the roles have unlike numbers of members: "
+            f"{dict(members.counts)}; make them equal."
         )
-    if not all(0 <= encoder < encoder_ranks and 0 <= reader < backbone_ranks for encoder, reader in colocated_lanes):
-        raise PackingError(
-            f"colocated_lanes is {tuple(colocated_lanes)}; it must name pairs of an encoder rank below {encoder_ranks} "
-            f"and a backbone rank below {backbone_ranks}."
-        )
+    readers = members.counts[members.trunk]
+    for role, pairs in members.colocated.items():
+        if not all(0 <= member < members.counts[role] and 0 <= reader < readers for member, reader in pairs):
+            raise PackingError(
+                f"colocated[{role!r}] is {tuple(pairs)}; it must name pairs of a member of {role!r} below "
+                f"{members.counts[role]} and one of {members.trunk!r} below {readers}."
+            )
 
 
-def _refuse_other_modalities(sizes: SampleSizes, encoded: Sequence[str]) -> None:
-    """Raise a PackingError for media that no encoder takes.
-
-    Args:
-        sizes: of the step's samples.
-        encoded: the modality that each encoder takes; empty where one encoder takes all.
-    """
+def _refuse_other_modalities(sizes: SampleSizes, members: StepMembers) -> None:
+    """Raise a PackingError for media that no role encodes."""
     given = sizes.modalities if len(sizes.media_rows) else ()
+    encoded = [modality for role in members.producers if (modality := members.graph.modality_of(role)) is not None]
     if not encoded and len(given) > 1:
         raise PackingError(
             f"The samples have media of the modalities {', '.join(given)}, but one encoder gets media of one at a "

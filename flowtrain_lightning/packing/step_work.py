@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
+from flowtrain_lightning.packing.role_graph import Edge
 from flowtrain_lightning.packing.step_graph import BatchOf, Meeting, any_binds
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
@@ -72,41 +72,42 @@ StepWork = Mapping[str, Sequence[Sequence[TimedBatch]]]
 
 def step_work(
     plan: StepPlan,
-    microbatch_time: Callable[[IntArray], PassTimes],
-    encoder_batch_time: Callable[[IntArray], PassTimes],
-    recomputed: Sequence[Collection[int]] | None = None,
+    seconds: Mapping[str, Callable[[IntArray], PassTimes]],
+    recomputed: Mapping[str, Sequence[Collection[int]]] | None = None,
 ) -> StepWork:
-    """Lists the work of a plan's members; encoder batches that are empty are left out.
+    """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
 
     Args:
         plan: who encodes and who reads what.
-        microbatch_time: what one takes, by the tokens of its sequences.
-        encoder_batch_time: what one takes, by the patches of its media items.
-        recomputed: for each encoder rank the numbers of its recomputed batches; None for none.
+        seconds: role -> what a batch of it takes, by the lengths of its items (`StepPlan.lengths`).
+        recomputed: role that encodes -> the numbers of each member's recomputed batches; None for none.
     """
-    readers: dict[tuple[int, int], list[BatchOf]] = {}
+    readers: dict[BatchOf, list[BatchOf]] = {}
     for entry in plan.entries:
-        of_entry = [BatchOf(BACKBONE, *reader) for reader in entry.readers]
-        readers.setdefault((entry.encoder_rank, entry.encoder_batch), []).extend(of_entry)
-    sizes = plan.sizes
-    encoding = [
-        [
-            TimedBatch(
-                *encoder_batch_time(sizes.media_patches[media]),
-                readers=tuple(readers[rank, number]),
-                recomputed=recomputed is not None and number in recomputed[rank],
-                before=plan.encoder_turns[rank][number][1],
-            )
-            for number, media in enumerate(batches)
-            if len(media)
+        readers.setdefault(entry.maker, []).extend(entry.readers)
+    trunk, again = plan.graph.trunk, recomputed or {}
+    reads, tokens = seconds[trunk], plan.lengths(trunk)
+    work: dict[str, list[list[TimedBatch]]] = {
+        trunk: [
+            [TimedBatch(*reads(tokens[samples]) if len(samples) else (0.0, 0.0)) for samples in own]
+            for own in plan.microbatches
         ]
-        for rank, batches in enumerate(plan.encoder_batches)
-    ]
-    reading = [
-        [TimedBatch(*microbatch_time(sizes.tokens[members]) if len(members) else (0.0, 0.0)) for members in of_rank]
-        for of_rank in plan.microbatches
-    ]
-    return {BACKBONE: reading, ENCODER: encoding}
+    }
+    for role in plan.graph.producers:
+        work[role] = [
+            [
+                TimedBatch(
+                    *seconds[role](plan.sizes.media_patches[media]),
+                    readers=tuple(readers[BatchOf(role, member, number)]),
+                    recomputed=role in again and number in again[role][member],
+                    before=plan.turns[role][member][number][1],
+                )
+                for number, media in enumerate(batches)
+                if len(media)
+            ]
+            for member, batches in enumerate(plan.batches[role])
+        ]
+    return work
 
 
 def in_two_passes(time: float) -> PassTimes:

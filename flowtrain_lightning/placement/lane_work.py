@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, Allocation, Layout
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders
-from flowtrain_lightning.packing.role_graph import Edge
-from flowtrain_lightning.packing.step_graph import any_binds
+from flowtrain_lightning.packing.step_graph import Meeting
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD, PassTimes, StepRules, StepWork, TimedBatch, step_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts
-
-
-def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], PassTimes]:
-    """Seconds of a role's batches by their lengths, for all batches of some steps at once, each kind once."""
-    kinds: dict[bytes, IntArray] = {}
-    for plan in plans:
-        if role == BACKBONE:
-            lengths, batches = plan.sizes.tokens, plan.microbatches
-        else:
-            lengths, batches = plan.sizes.media_patches, plan.encoder_batches
-        members = (lengths[batch] for of_rank in batches for batch in of_rank if len(batch))
-        kinds |= {each.tobytes(): each for each in members}
-    if isinstance(costs, ModelledLayoutCosts):  # one by one it would take a hundred times as long
-        passes = dict(zip(kinds, costs.batches(role, list(kinds.values())), strict=True))
-    else:
-        passes = {kind: costs.batch(role, each) for kind, each in kinds.items()}
-    return lambda lengths: passes[lengths.tobytes()]
 
 
 def lane_work(
@@ -37,87 +20,91 @@ def lane_work(
 ) -> tuple[list[StepWork], StepRules]:
     """Lists each rank's work in some steps, as a lane for each of its roles.
 
-    The end of a step is one more batch of every member of the backbone, with a forward alone, and, where the encoder
-    trains, a part of the backward of every encoder member's last batch.
+    The end of a step is one more batch of every member of the trunk, with a forward alone, and, where encoders train, a
+    part of the backward of the last batch of every member that encodes.
 
     Args:
         plans: the steps, planned for the allocation.
         allocation: which ranks do what.
         costs: what it takes.
-        kept_batches: encoder batches whose activations each encoder rank keeps.
+        kept_batches: encoder batches whose activations each rank keeps.
     """
-    encoder = allocation.layouts[ENCODER]
-    waits = costs.encoder_trains or (encoder.shares_weights and allocation.placement == "mixed")
+    layouts, producers, members = allocation.layouts, allocation.producers, allocation.step_members()
+    needs_others = allocation.placement == "mixed" and any(layouts[role].shares_weights for role in producers)
     rules = StepRules(
-        {role: allocation.members(role) for role in (BACKBONE, ENCODER)},
-        [Edge(ENCODER, BACKBONE)],
-        in_flight={ENCODER: kept_batches},
+        {role: allocation.members(role) for role in (allocation.trunk, *producers)},
+        allocation.graph.edges,
+        in_flight=dict.fromkeys(producers, kept_batches),
         meets=allocation.meets,
-        steps_ahead=0 if waits else STEPS_AHEAD,
+        steps_ahead=0 if costs.encoder_trains or needs_others else STEPS_AHEAD,
     )
-    passes = {role: _priced(plans, costs, role) for role in ROLES}
-    works = []
+    seconds = {role: _priced(plans, costs, role) for role in allocation.roles}
+    ends = {role: sum(costs.end_of_step(role)) for role in allocation.roles}
+    works: list[StepWork] = []
     for plan in plans:
-        recomputed = _recomputed(plan, allocation, kept_batches) if costs.encoder_trains else None
-        works.append(_meeting(_step_work(plan, costs, passes, recomputed), encoder))
+        recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
+        work = _with_ends(step_work(plan, seconds, recomputed), members, ends, trains=costs.encoder_trains)
+        works.append({role: _as_they_meet(batches, members.meeting(role)) for role, batches in work.items()})
     return works, rules
 
 
-def _meeting(work: StepWork, encoder: Layout) -> StepWork:
-    """The same, where encoder ranks that need each other in a forward or a backward are as long at it as the slowest.
+def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], PassTimes]:
+    """Seconds of a role's batches by their lengths, for all batches of some steps at once, each kind once."""
+    kinds: dict[bytes, IntArray] = {}
+    for plan in plans:
+        lengths = plan.lengths(role)
+        found = (lengths[batch] for own in plan.batches[role] for batch in own if len(batch))
+        kinds |= {each.tobytes(): each for each in found}
+    if isinstance(costs, ModelledLayoutCosts):  # one by one it would take a hundred times as long
+        passes = dict(zip(kinds, costs.batches(role, list(kinds.values())), strict=True))
+    else:
+        passes = {kind: costs.batch(role, each) for kind, each in kinds.items()}
+    return lambda lengths: passes[lengths.tobytes()]
 
-    A rank that has no batch where others have one encodes something small, whose time is left out.
+
+def _with_ends(work: StepWork, members: StepMembers, ends: Mapping[str, float], *, trains: bool) -> StepWork:
+    """The same, and what the end of a step takes for each role."""
+    ended = {}
+    for role, of_role in work.items():
+        if role == members.trunk:
+            ended[role] = [[*batches, TimedBatch(ends[role], 0.0)] for batches in of_role]
+        else:
+            ended[role] = [
+                [*batches[:-1], *(replace(last, backward=last.backward + ends[role] * trains) for last in batches[-1:])]
+                for batches in of_role
+            ]
+    return ended
+
+
+def _as_they_meet(of_role: Sequence[Sequence[TimedBatch]], meeting: Meeting) -> list[list[TimedBatch]]:
+    """The same, where members that need each other in a pass of what they encode are as long at it as the slowest.
+
+    A member that has no batch where others have one encodes something small, whose time is left out.
     """
-    together = encoder.meets.members
-    if together == 1:
-        return work
+    if not meeting.passes:
+        return [list(batches) for batches in of_role]
     joint: list[list[TimedBatch]] = []
-    for first in range(0, encoder.data, together):
-        group = work[ENCODER][first : first + together]
+    for first in range(0, len(of_role), meeting.members):
+        group = of_role[first : first + meeting.members]
         at: dict[Turn, list[TimedBatch]] = {}
-        for batch in (batch for batches in group for batch in batches):
+        for batch in (batch for batches in group for batch in batches if batch.readers):
             at.setdefault(batch.turn, []).append(batch)
-        forward = {turn: max(each.forward for each in found) for turn, found in at.items()}
-        backward = {turn: max(each.backward for each in found) for turn, found in at.items()}
-        for batches in group:
-            slowest = [replace(each, backward=backward[each.turn]) for each in batches]
-            if "forward" in encoder.meets.passes:
-                slowest = [replace(each, forward=forward[each.turn]) for each in slowest]
-            joint.append(slowest)
-    return {**work, ENCODER: joint}
+        longest = {
+            turn: {kind: max(getattr(batch, kind) for batch in batches) for kind in meeting.passes}
+            for turn, batches in at.items()
+        }
+        joint += [[replace(each, **longest[each.turn]) if each.readers else each for each in own] for own in group]
+    return joint
 
 
-def _recomputed(plan: StepPlan, allocation: Allocation, kept_batches: int) -> list[set[int]]:
-    """For each encoder member the numbers of the batches that it recomputes in the order that the runtime gives it."""
-    orders = member_orders(
-        plan,
-        range(len(plan.encoder_batches)),
-        kept_batches,
-        meet=bool(allocation.layouts[ENCODER].meets.passes),
-        colocated={encoder for encoder, _ in allocation.colocated_lanes},
-        in_fixed_order=any_binds(allocation.meets),
-        readers_meet=allocation.layouts[BACKBONE].meets.together,
-    )
-    again = [{order.turns[place] for place in order.recomputed} for order in orders]
-    return [
-        {number for number, turn in enumerate(own) if turn in turns}
-        for own, turns in zip(plan.encoder_turns, again, strict=True)
-    ]
-
-
-def _step_work(
-    plan: StepPlan,
-    costs: LayoutCosts,
-    passes: Mapping[str, Callable[[IntArray], PassTimes]],
-    recomputed: Sequence[Collection[int]] | None,
-) -> StepWork:
-    """The same by data-parallel member."""
-    ends = {role: sum(costs.end_of_step(role)) for role in ROLES}
-    work = step_work(plan, passes[BACKBONE], passes[ENCODER], recomputed)
-    encoding = work[ENCODER]
-    if costs.encoder_trains:
-        encoding = [
-            [*batches[:-1], *(replace(last, backward=last.backward + ends[ENCODER]) for last in batches[-1:])]
-            for batches in encoding
+def _recomputed(plan: StepPlan, members: StepMembers, kept_batches: int) -> dict[str, list[set[int]]]:
+    """Role -> the numbers of the batches that each member recomputes in the order that the runtime gives it."""
+    found = {}
+    for role in members.producers:
+        orders = member_orders(plan, members, role, kept_batches)
+        again = [{order.turns[place] for place in order.recomputed} for order in orders]
+        found[role] = [
+            {number for number, turn in enumerate(own) if turn in turns}
+            for own, turns in zip(plan.turns[role], again, strict=True)
         ]
-    return {BACKBONE: [[*batches, TimedBatch(ends[BACKBONE], 0.0)] for batches in work[BACKBONE]], ENCODER: encoding}
+    return found

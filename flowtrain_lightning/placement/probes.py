@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.packing import IntArray, SampleSizes
@@ -62,14 +61,9 @@ class Probe:
     def lengths(self, role: str) -> IntArray:
         """Tokens of every sequence for the backbone, patches of every media item for the encoder."""
         plan = self.batch.plan
-        if role == BACKBONE:
-            return plan.sizes.tokens[plan.microbatches[0][self.number]]
-        return np.concatenate(
-            [
-                np.empty(0, np.int64),
-                *(plan.sizes.media_patches[plan.encoder_batches[0][n]] for n, _ in self.batch.read_by(self.number)),
-            ]
-        )
+        batches, lengths = plan.batches[role][0], plan.lengths(role)
+        own = [self.number] if role == plan.graph.trunk else [number for number, _ in self.batch.read_by(self.number)]
+        return np.concatenate([np.empty(0, np.int64), *(lengths[batches[number]] for number in own)])
 
 
 def load_probes(data: FlowDataModule) -> list[Probe]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -19,26 +17,7 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     """Returns the part of every step that a rank loads, where the ranks lie on ``nodes`` alike."""
-    layouts = allocation.layouts
-    trunk, members = allocation.trunk, {role: layouts[role].data for role in allocation.producers}
-    of_node = allocation.size // nodes
-
-    def node_of(members: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(ranks[0] // of_node for ranks in members) if nodes > 1 else ()
-
-    return RankShard(
-        backbone_rank=allocation.member_of(trunk, rank),
-        backbone_ranks=layouts[trunk].data,
-        encoder_members=allocation.producing_members_of(rank),
-        encoder_ranks=sum(members.values()),
-        colocated_lanes=allocation.colocated_lanes,
-        encoder_nodes=node_of(allocation.producing_members),
-        backbone_nodes=node_of(allocation.members(trunk)),
-        meets=allocation.meets,
-        graph=allocation.graph,
-        producers=members,
-        producers_per_rank=max(Counter(chain(*(allocation.ranks[role] for role in members))).values()),
-    )
+    return RankShard(allocation.step_members(nodes), allocation.own_members(rank))
 
 
 def first_steps(data: FlowDataModule) -> PlanSteps:

@@ -12,7 +12,6 @@ from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
-from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepWork
 from flowtrain_lightning.placement.lane_work import lane_work
@@ -96,19 +95,15 @@ def plan_on(
     Raises:
         PackingError: samples do not fit into microbatches, or there are none.
     """
-    backbone = allocation.layouts[BACKBONE]
     return plan_step(
         sizes,
         samples,
-        backbone_ranks=backbone.data,
-        encoder_ranks=allocation.layouts[ENCODER].data,
+        allocation.step_members(),
         token_budget=token_budget,
         encoder_budget=encoder_budget,
-        colocated_lanes=allocation.colocated_lanes,
         cost=cost,
         encoder_cost=encoder_cost,
-        sync_every="microbatch" if backbone.meets.passes else "step",
-        in_fixed_order=any_binds(allocation.meets),
+        sync_every="microbatch" if allocation.meets[allocation.trunk].passes else "step",
     )
 
 

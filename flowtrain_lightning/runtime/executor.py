@@ -58,14 +58,10 @@ class RolePart:
 
     Attributes:
         method: runs its forwards.
-        readers: member of the role that reads its rows -> that member's ranks.
-        makers: member of those whose rows it reads, counted over all encoders -> that member's ranks.
         speaks: of ranks that share a work, which all have the same, this one puts it into the pool.
     """
 
     method: RoleMethod
-    readers: Sequence[tuple[int, ...]] = ()
-    makers: Sequence[tuple[int, ...]] = ()
     speaks: bool = True
 
 
@@ -186,19 +182,20 @@ class Executor:
             yield Progress.WORK
 
     def _reserve(self, role: str) -> Course:
-        pool, specs, part = self._context.pool, self._context.compute.specs, self._parts[role]
-        if not self._step.plan.entries or not part.speaks:
+        pool, specs, each = self._context.pool, self._context.compute.specs, self._step.program.roles[role]
+        if not self._step.plan.entries or not self._parts[role].speaks:
             return
-        if part.readers:
+        if each.makes:
             yield from self._until(self._reserve_rows, role, _ROOM_FOR_ROWS)
-        if part.makers and self._step.trains:
+        if each.reads and self._step.trains:
             gradients = self._step.reserved_gradients(specs)
             yield from self._until(lambda: pool.reserve(gradients, ahead=True), role, _ROOM_FOR_GRADIENTS)
 
     def _reserve_rows(self) -> bool:
         """Reserves bytes for what all roles of this rank make, once; says whether that is done."""
         if not self._has_reserved:
-            makers = [role for role, part in self._parts.items() if part.readers and part.speaks]
+            roles = self._step.program.roles
+            makers = [role for role, part in self._parts.items() if roles[role].makes and part.speaks]
             specs, begun = self._context.compute.specs, self._begun
             orders = [self._step.reserved_features(specs, role, begun.get(role, 0)) for role in makers]
             self._has_reserved = self._context.pool.reserve(*orders)
@@ -281,7 +278,7 @@ class Executor:
             batch.made, zip(*(torch.split(each.detach(), sizes) for each in rows), strict=True), strict=True
         ):
             key = Key(step.features, step.index, made.entry)
-            readers = [rank for member in made.readers for rank in self._parts[role].readers[member]]
+            readers = [rank for reader, member in made.readers for rank in self._context.members[reader][member]]
             while self._context.pool.put(key, part, readers, ahead=ahead) is None:
                 yield Progress.PART if self._take_arrived() else Wait(role, _ROOM_FOR_ROWS)
                 start = timeline.start()
@@ -303,7 +300,8 @@ class Executor:
                 self._answers[read.entry] = gradients
                 continue
             key = Key(step.gradients, step.index, read.entry, read.part)
-            makers = self._parts[role].makers[read.maker]
+            maker, member = read.maker
+            makers = self._context.members[maker][member]
             # An encoder that trains never works ahead, so that region is free for gradients. Were they to share one
             # with features, two ranks with both roles could each fill it with what the other must read first.
             while self._context.pool.put(key, gradients, makers, ahead=True) is None:

@@ -163,18 +163,20 @@ class PoolCapacity:
                 _log.info(f"flowtrain: {self._tier.sentence}")
         runtime = self._tier.runtime if self._tier is not None else runtime_of(self._compute.device)
         pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, runtime)
-        self.context = RankContext(pool, self._compute, page, self._timeline)
+        allocation = self._job.allocation
+        members = {role: allocation.members(role) for role in allocation.roles}
+        self.context = RankContext(pool, self._compute, page, self._timeline, members)
         if former is not None:
             former.pool.close()
 
     def _agree_on_spec(self, step: Step, modality: str) -> None:
         """Finds what a row of a modality's features is, by encoding the first batch of the first rank that has one."""
         job, role = self._job, self._job.allocation.graph.producer_of(modality)
-        encoder_rank = min(entry.encoder_rank for entry in step.plan.entries if entry.modality == modality)
-        layout, members = job.allocation.layouts[role], job.allocation.producing_members
-        source, found = members[encoder_rank][0], None
-        if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else members[encoder_rank]):
-            own = (media for media in step.batch.encoder_batches if media is not None and media.modality == modality)
+        first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
+        layout, ranks = job.allocation.layouts[role], job.allocation.members(role)[first]
+        source, found = ranks[0], None
+        if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else ranks):
+            own = (media for media in step.batch.media[role] if media is not None and media.modality == modality)
             media = next(own, None) or step.batch.padding_media[role]
             job.mesh.page.enter("first forward of the encoder", step.index)
             spec = self._probe(role, media)

@@ -24,13 +24,13 @@ class MadeEntry(NamedTuple):
         entry: its number.
         modality: of the media items that they are made of.
         rows: how many, adjacent in the batch.
-        readers: the members that read them, within their role: each gives gradients back.
+        readers: role and number of the members that read them: each gives gradients back.
     """
 
     entry: int
     modality: str
     rows: int
-    readers: tuple[int, ...]
+    readers: tuple[tuple[str, int], ...]
 
 
 class ReadEntry(NamedTuple):
@@ -39,7 +39,7 @@ class ReadEntry(NamedTuple):
     Attributes:
         entry: its number.
         modality: of the media items that they are made of.
-        maker: the member that makes them, counted over all encoders.
+        maker: role and number of the member that makes them.
         slices: the runs of adjacent rows that they become in the batch, one after another.
         again: where some of them go a second time, as samples have a media item in common: which of them, and the rows
             of the batch that they become.
@@ -50,7 +50,7 @@ class ReadEntry(NamedTuple):
 
     entry: int
     modality: str
-    maker: int
+    maker: tuple[str, int]
     slices: tuple[slice, ...]
     again: tuple[tuple[slice, slice], ...] = ()
     part: int = 0
@@ -70,7 +70,6 @@ class RankBatch:
     Attributes:
         number: which of the rank's batches of this role it is; ``PADDING`` for one that is computed for nothing, since
             other ranks of the role have a batch then.
-        loaded: which one it is of all that this rank has loaded.
         made: its entries, in the order of its rows.
         read: those that it reads, in the order in which their makers put them.
         rows_read: modality -> rows in all, in the order in which its media items appear in the batch.
@@ -78,7 +77,6 @@ class RankBatch:
     """
 
     number: int
-    loaded: int
     made: tuple[MadeEntry, ...] = ()
     read: tuple[ReadEntry, ...] = ()
     rows_read: Mapping[str, int] = field(default_factory=dict)
@@ -110,6 +108,7 @@ class RankRole:
         due: the position of each batch's first readers; of a role that reads, its own.
         until: the position of each batch's last readers.
         reads: rows of other roles.
+        makes: rows that other roles read.
     """
 
     role: str
@@ -119,6 +118,7 @@ class RankRole:
     due: tuple[int, ...]
     until: tuple[int, ...] = ()
     reads: bool = False
+    makes: bool = False
 
     def position_of(self, work: Work) -> int:
         """Of the microbatches before which a forward goes, and after which a backward."""
@@ -136,10 +136,10 @@ class StepProgram:
 
     Attributes:
         roles: those of this rank, by name, in order of precedence.
-        entry_rows: for each encoder rank the modality of each of its batches and the rows of its entries, for what the
-            pool must hold.
+        entry_rows: for each member that encodes the modality of each of its batches and the rows of its entries, for
+            what the pool must hold.
         modalities: of all media items of the step, by name.
-        positions: microbatches of each backbone rank.
+        positions: microbatches of each member of the trunk.
         producers_per_rank: for how many roles that encode a rank works at most.
         in_turns: the order of all passes of this rank's roles that encode, where some role needs other ranks to compute
             and this rank has several. None lets it do what it can of the first role before it turns to the next.
@@ -199,7 +199,7 @@ class PoolDemand:
     Attributes:
         least: bytes with which the fixed order of the step cannot block, on any rank. Gradients have as many bytes of
             their own; as fewer of them are held together than of features, it is enough.
-        ample: bytes with which no rank waits for room inside the step: all features of the busiest encoder rank.
+        ample: bytes with which no rank waits for room inside the step: all features of the busiest member that encodes.
         features: role of this rank -> number of each entry that it makes -> what is reserved for it, in the order in
             which they are put.
         gradients: the same for the gradients that this rank returns, of all its roles, and part of the entry.
@@ -249,10 +249,10 @@ def _held_to_the_end(reserved: Mapping[_Named, Reservation]) -> dict[_Named, Res
 
 
 def _held_by_batch(batches: Iterable[Sequence[int]]) -> list[Reservation]:
-    """Reservations for the entries of an encoder rank, of so many bytes each.
+    """Reservations for the entries of a member that encodes, of so many bytes each.
 
     A batch is put as a whole, so its entries are held together. No other is: readers take features in the order in
-    which encoder ranks publish them (the invariant of ``StepPlan.encoder_batches``), copy them when they arrive and
+    which their makers publish them (the invariant of ``StepPlan.batches``), copy them when they arrive and
     release them at once, so all that was published before a waiting batch is read without it.
     """
     reserved: list[Reservation] = []

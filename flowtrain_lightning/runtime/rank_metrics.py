@@ -149,10 +149,10 @@ def _timings(step: _TimedStep, timeline: Timeline) -> Timings:
         if span.step == step.index and span.kind == COMPUTE and span.number >= 0:
             seconds[span.lane, span.number] += span.end - span.start
     shard, plan = step.shard, step.plan
-    timings: Timings = {role: [] for role in shard.graph.roles}
+    timings: Timings = {role: [] for role in plan.graph.roles}
     for (role, number), spent in sorted(seconds.items()):
-        batches, lengths = shard.batches_of(role, plan)
-        timings[role].append([*_sums(lengths[batches[shard.own_members[role]][number]]), spent])
+        items = plan.batches[role][shard.own[role]][number]
+        timings[role].append([*_sums(plan.lengths(role)[items]), spent])
     return timings
 
 

@@ -69,9 +69,9 @@ class EncoderMethod:
     def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`."""
         is_padding = batch.number == PADDING
-        media = step.batch.padding_media[self._role] if is_padding else step.batch.encoder_batches[batch.loaded]
+        media = step.batch.padding_media[self._role] if is_padding else step.batch.media[self._role][batch.number]
         assert media is not None
-        stream = batch.number * len(step.plan.encoder_batches) + member
+        stream = batch.number * len(step.plan.batches[self._role]) + member
         with torch.set_grad_enabled(keep):
             return ForwardResult(self._context.compute.encode(self._role, media, step=step.name, number=stream))
 
@@ -100,10 +100,10 @@ class BackboneMethod:
 
     def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
-        compute, packed = self._context.compute, step.batch.microbatches[batch.loaded]
+        compute, packed = self._context.compute, step.batch.microbatches[batch.number]
         assert packed is not None
         rows = {name: tuple(each for each in read.tensors(name) if each is not None) for name in read.names}
-        if step.batch.shard.meeting(step.batch.shard.trunk).passes:
+        if (members := step.batch.shard.members).meeting(members.trunk).passes:
             # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
             # features meet, such as a projector, takes part here as well.
             absent = [modality for modality in step.program.modalities if modality not in rows]

@@ -112,7 +112,6 @@ class RoleRunner:
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
         self._later: LaterSteps | None = None
-        self._readers, self._makers = job.allocation.members(self.trunk), job.allocation.producing_members
 
     # ---- what FlowModule calls ----------------------------------------------------------------------------------
 
@@ -226,12 +225,12 @@ class RoleRunner:
 
     def _encoder_part(self, context: RankContext, role: str) -> RolePart:
         method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].gathers_weights)
-        return RolePart(method, readers=self._readers, speaks=self._job.is_first(role))
+        return RolePart(method, speaks=self._job.is_first(role))
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
         speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
         method = BackboneMethod(context, predictions, speaks=speaks, counts=counts)
-        return RolePart(method, makers=self._makers, speaks=speaks)
+        return RolePart(method, speaks=speaks)
 
     def _run_works(self, step: Step, context: RankContext, predictions: list[Any]) -> None:
         if step.stage == "train":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,7 +47,7 @@ class Step:
     def __init__(
         self, batch: StepBatch, program: StepProgram, stage: str, index: int, training: Collection[str] = ()
     ) -> None:
-        graph = batch.shard.graph
+        graph = batch.shard.members.graph
         self.batch = batch
         self.plan: StepPlan = batch.plan
         self.program = program
@@ -96,12 +96,14 @@ class RankContext:
         compute: runs the user's methods.
         page: tells the other ranks what this one is doing.
         timeline: records what was done when.
+        members: role -> the ranks of each of its members.
     """
 
     pool: Pool
     compute: Compute
     page: StatusPage
     timeline: Timeline
+    members: Mapping[str, Sequence[tuple[int, ...]]]
 
     def enter(self, phase: str, step: Step) -> None:
         """Tells the other ranks what this one does from now on.

@@ -56,11 +56,11 @@ def test_it_describes_itself_in_one_line():
 
 
 def test_it_knows_which_ranks_have_both_lanes():
-    assert default_allocation(3, "colocated").colocated_lanes == ((0, 0), (1, 1), (2, 2))
-    assert default_allocation(3, "separate").colocated_lanes == ()
+    assert default_allocation(3, "colocated").step_members().colocated == {"encoder": ((0, 0), (1, 1), (2, 2))}
+    assert default_allocation(3, "separate").step_members().colocated == {}
     layouts = {"encoder": Layout(3), "backbone": Layout(2)}
     mixed = Allocation("mixed", layouts, {"encoder": (0, 1, 2), "backbone": (0, 2)})
-    assert mixed.colocated_lanes == ((0, 0), (2, 1))
+    assert mixed.step_members().colocated == {"encoder": ((0, 0), (2, 1))}
     assert mixed.size == 3
 
 
@@ -113,13 +113,14 @@ def test_ranks_that_contradict_each_other_are_refused(arguments, words):
         allocate(**arguments)
 
 
-def test_ranks_that_encode_are_counted_over_all_roles_that_do():
+def test_a_rank_knows_its_member_of_each_of_its_roles():
     layouts = {"backbone": Layout(2), "encoder_image": Layout(2), "encoder_audio": Layout(1)}
     ranks = {"backbone": (0, 3), "encoder_image": (1, 4), "encoder_audio": (2,)}
     allocation = Allocation("separate", layouts, ranks)
     assert allocation.roles == ("encoder_image", "encoder_audio", "backbone")
-    assert allocation.producing_members == ((1,), (4,), (2,))
-    assert [allocation.producing_members_of(rank) for rank in range(5)] == [(), (0,), (2,), (), (1,)]
+    own = [{"backbone": 0}, {"encoder_image": 0}, {"encoder_audio": 0}, {"backbone": 1}, {"encoder_image": 1}]
+    assert [allocation.own_members(rank) for rank in range(5)] == own
+    assert allocation.step_members().counts == {"encoder_image": 2, "encoder_audio": 1, "backbone": 2}
 
 
 def free(placement="separate", ranks=((0,), (1,), (2,)), edges=None):

@@ -43,7 +43,7 @@ def module(folder):
 
 
 def test_features_and_gradients_pass_their_checks_where_nothing_changes_them(module, batch):
-    features = module.encode(batch.encoder_batches[0])
+    features = module.encode(batch.media["encoder"][0])
     leaf = features.detach().requires_grad_()
     loss, _ = module.backbone_step(batch.microbatches[0], {"image": leaf}, "train")
     loss.backward()
@@ -52,15 +52,15 @@ def test_features_and_gradients_pass_their_checks_where_nothing_changes_them(mod
 
 
 def test_features_with_one_changed_number_are_refused(module, batch):
-    features = module.encode(batch.encoder_batches[0]).detach()
+    features = module.encode(batch.media["encoder"][0]).detach()
     features[5, 7] += 1
     with pytest.raises(RuntimeError, match="features of"):
         module.backbone_step(batch.microbatches[0], {"image": features}, "train")
 
 
 def test_gradients_in_another_order_are_refused(module, batch):
-    features = module.encode(batch.encoder_batches[0])
-    media = batch.encoder_batches[0]
+    features = module.encode(batch.media["encoder"][0])
+    media = batch.media["encoder"][0]
     gradients = bear(pattern(numbers_of(media), torch.tensor(media.rows), 2))
     with pytest.raises(RuntimeError, match="gradients of"):
         features.backward(gradients.flip(0))
@@ -80,7 +80,7 @@ def test_one_picture_that_nobody_reads_may_have_no_gradient(folder, module):
 
 
 def test_a_picture_says_its_number_by_its_colour(folder, batch, module):
-    media = batch.encoder_batches[0]
+    media = batch.media["encoder"][0]
     samples = batch.microbatches[0].samples
     expected = [picture for sample in samples for picture in module.pictures[sample]]
     assert sorted(zip(numbers_of(media).tolist(), media.rows, strict=True)) == sorted(map(tuple, expected))

@@ -91,7 +91,7 @@ def test_padded_batches_have_the_loss_of_packed_ones(tmp_path):
     model = transformers.AutoModelForImageTextToText.from_config(config)
     model.load_state_dict(module.model.state_dict())
     dataset = PaddedDataset(steps.samples)
-    for packed, media in zip(batch.microbatches, batch.encoder_batches, strict=True):
+    for packed, media in zip(batch.microbatches, batch.media["encoder"], strict=True):
         assert len(packed.samples) > 1
         features = {} if media is None else {"image": module.encode(media)}
         loss, tokens = module.backbone_step(packed, features, "train")

@@ -27,10 +27,12 @@ def plan_of(microbatches: int, backbone_ranks: int = 1, encoder_ranks: int = 1) 
     return StepPlan(
         samples=np.arange(count),
         sizes=sizes,
-        microbatches=tuple(tuple(numbers[i, r : r + 1] for i in range(microbatches)) for r in range(backbone_ranks)),
-        encoder_batches=tuple(
-            tuple(np.array([n]) for n in range(count) if n % encoder_ranks == r) for r in range(encoder_ranks)
-        ),
+        batches={
+            "backbone": tuple(tuple(numbers[i, r : r + 1] for i in range(microbatches)) for r in range(backbone_ranks)),
+            "encoder": tuple(
+                tuple(np.array([n]) for n in range(count) if n % encoder_ranks == r) for r in range(encoder_ranks)
+            ),
+        },
     )
 
 

@@ -13,7 +13,7 @@ from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.microbatches import pack_microbatches
 from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
 from flowtrain_lightning.packing.step_planner import plan_step
-from tests.packing.sizes import TOKEN_BUDGET, simulated, sizes_strategy
+from tests.packing.sizes import TOKEN_BUDGET, members_of, simulated, sizes_strategy
 
 COST = CostModel(linear=1.0, quadratic=0.01, constant=0.0)
 
@@ -137,8 +137,7 @@ def test_no_simulated_step_is_shorter_than_the_bound(sizes, backbone_ranks, enco
     plan = plan_step(
         sizes,
         np.arange(len(sizes)),
-        backbone_ranks=backbone_ranks,
-        encoder_ranks=encoder_ranks,
+        members_of(encoder_ranks, backbone_ranks),
         token_budget=TOKEN_BUDGET,
         cost=COST,
         encoder_cost=encoder_cost if ordered_by_cost else None,

@@ -27,7 +27,7 @@ def test_padded_batches_give_the_loss_and_the_gradients_of_packed_ones(steps):
     packed.configure_model()
     padded.load_state_dict(packed.state_dict())
     batch = steps.load(0, 0)
-    microbatch, media = batch.microbatches[0], batch.encoder_batches[0]
+    microbatch, media = batch.microbatches[0], batch.media["encoder"][0]
     loss, tokens = packed.loss(packed.backbone(**packed.merge(microbatch, {"image": packed.encode(media)})), microbatch)
     loss.backward()
     dataset = PaddedDataset(steps.samples)

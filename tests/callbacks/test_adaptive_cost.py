@@ -49,7 +49,7 @@ class Notes(L.Callback):
     ) -> None:
         plan = batch.plan
         microbatches = [[members.tolist() for members in of_rank] for of_rank in plan.microbatches]
-        media = [[members.tolist() for members in of_rank] for of_rank in plan.encoder_batches]
+        media = [[members.tolist() for members in of_rank] for of_rank in plan.batches["encoder"]]
         self.steps.append([batch.epoch, batch.step, plan.samples.tolist(), microbatches, media])
         if trainer.global_step == self.save_at:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")

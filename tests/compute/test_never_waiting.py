@@ -85,7 +85,7 @@ def run_step(
     trainer = L.Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
     engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in ROLES}
     compute, done = Compute(module, trainer, device, engines), []
-    for number, (packed, media) in enumerate(zip(batch.microbatches, batch.encoder_batches, strict=True)):
+    for number, (packed, media) in enumerate(zip(batch.microbatches, batch.media["encoder"], strict=True)):
         features = {}
         if media is not None:
             media = replace(media, inputs=prepare_media(media))

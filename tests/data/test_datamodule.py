@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor, RankShard
+from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor
 from flowtrain_lightning.data.measurers import this_process
 from tests.data.support import (
     TOKEN_STEPS,
@@ -21,6 +21,7 @@ from tests.data.support import (
     write_records,
     write_set,
 )
+from tests.packing.sizes import shard_of
 
 
 def test_a_trainer_reads_every_epoch_in_its_own_order(file, tmp_path):
@@ -98,13 +99,13 @@ def test_prediction_reads_prompts(file, tmp_path):
 
 def test_the_strategy_says_which_shard_is_loaded(file, tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.strategy.rank_shard = RankShard(None, 1, (0,), 1)
+    trainer.strategy.rank_shard = shard_of(encoder=0)
     seen = []
     model = Recorder()
     model.on_train_batch_start = lambda batch, _: seen.append(batch)
     trainer.fit(model, data_module(file))
     assert seen[0].microbatches == ()
-    assert len(seen[0].encoder_batches) == len(seen[0].plan.encoder_batches[0]) > 0
+    assert len(seen[0].media["encoder"]) == len(seen[0].plan.batches["encoder"][0]) > 0
 
 
 def test_files_are_mixed_by_weight_or_joined(tmp_path):
@@ -187,7 +188,7 @@ def test_real_data_are_read_from_end_to_end(real_data, tmp_path):
     assert len(data.val_dataloader()) == 195 // 32 + 1
     batch = next(iter(data.val_dataloader()))
     assert sum(packed.tokens.eq(6).sum() for packed in batch.microbatches) == batch.plan.sizes.media_rows.sum()
-    assert sum(len(media.patches) for media in batch.encoder_batches) == batch.plan.sizes.media_patches.sum()
+    assert sum(len(media.patches) for media in batch.media["encoder"]) == batch.plan.sizes.media_patches.sum()
 
 
 @pytest.mark.parametrize(

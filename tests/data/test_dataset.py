@@ -10,17 +10,18 @@ from PIL import Image
 from flowtrain_lightning.data import DataError, IndexConfig, IndexedSource, JsonFile, RankShard, TokenSteps
 from flowtrain_lightning.data.dataset import SampleLoader
 from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, data_module, write_image, write_set
+from tests.packing.sizes import shard_of
 
 LAYOUTS = {
     "plain 1": [RankShard.plain(0, 1)],
     "plain 2": [RankShard.plain(rank, 2) for rank in range(2)],
     "plain 4": [RankShard.plain(rank, 4) for rank in range(4)],
-    "1 + 1": [RankShard(0, 1, (), 1), RankShard(None, 1, (0,), 1)],
+    "1 + 1": [shard_of(backbone=0), shard_of(encoder=0)],
     "2 + 3": [
-        *(RankShard(rank, 2, (), 3) for rank in range(2)),
-        *(RankShard(None, 2, (rank,), 3) for rank in range(3)),
+        *(shard_of(3, 2, backbone=rank) for rank in range(2)),
+        *(shard_of(3, 2, encoder=rank) for rank in range(3)),
     ],
-    "colocated 2": [RankShard(rank, 2, (rank,), 2) for rank in range(2)],
+    "colocated 2": [shard_of(2, 2, encoder=rank, backbone=rank) for rank in range(2)],
 }
 
 
@@ -47,9 +48,8 @@ def samples_read(batches):
 
 def media_items(batch):
     """Number in the plan, patches, grid and rows of features of every media item that a rank encodes."""
-    for numbers, packed in zip(
-        batch.plan.encoder_batches[batch.shard.encoder_members[0]], batch.encoder_batches, strict=True
-    ):
+    planned = batch.plan.batches["encoder"][batch.shard.own["encoder"]]
+    for numbers, packed in zip(planned, batch.media["encoder"], strict=True):
         assert (packed is None) == (len(numbers) == 0)
         for index, number in enumerate(numbers.tolist()):
             start, end = packed.cu_seqlens[index : index + 2].tolist()
@@ -88,8 +88,8 @@ def test_every_media_item_is_encoded_once_from_its_own_image(shards, layout):
     batches = [rank.load(0, 1) for rank in shards(layout)]
     sizes, found = batches[0].plan.sizes, {}
     for batch in batches:
-        if not batch.shard.encoder_members:
-            assert batch.encoder_batches == ()
+        if not batch.shard.encodes:
+            assert not batch.media
             continue
         for number, patches, grid, rows in media_items(batch):
             assert number not in found
@@ -130,8 +130,8 @@ def test_images_are_opened_by_the_rank_that_encodes_them_and_by_no_other(shards,
     for rank in ranks:
         batch = rank.load(0, 0)
         encoded = 0
-        if rank.shard.encoder_members:
-            encoded = sum(map(len, batch.plan.encoder_batches[rank.shard.encoder_members[0]]))
+        if rank.shard.encodes:
+            encoded = sum(map(len, batch.plan.batches["encoder"][rank.shard.own["encoder"]]))
         assert len(opened) - in_all == encoded
         in_all = len(opened)
     assert in_all == len(set(opened)) == len(batch.plan.sizes.media_rows) > 0
@@ -161,7 +161,7 @@ def test_augmentation_is_the_same_on_every_layout(shards):
 
     def patches(layout, epoch):
         batches = [rank.load(epoch, 0) for rank in shards(layout, augment=turn)]
-        encoding = [batch for batch in batches if batch.shard.encoder_members]
+        encoding = [batch for batch in batches if batch.shard.encodes]
         return {number: patches.tobytes() for batch in encoding for number, patches, _, _ in media_items(batch)}
 
     assert patches("plain 1", 0) == patches("2 + 3", 0) == patches("plain 4", 0)
@@ -181,7 +181,7 @@ def test_steps_of_microbatches_have_the_same_samples_on_every_layout(shards, lay
         batches = [rank.load(epoch, step) for rank in ranks]
         for batch in batches:
             np.testing.assert_array_equal(batch.plan.samples, expected.samples)
-            ways, rest = divmod(microbatches, batch.shard.backbone_ranks)
+            ways, rest = divmod(microbatches, len(batch.plan.microbatches))
             positions = {len(of_rank) for of_rank in batch.plan.microbatches}
             assert positions <= ({ways + 1, ways + 2} if rest else {ways})
             assert len(positions) == 1

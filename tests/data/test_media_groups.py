@@ -46,7 +46,7 @@ def test_all_questions_about_a_picture_are_in_one_step_which_encodes_it_once(rec
     assert all(len(step) == 10 for step in steps)
     for picture in range(PICTURES):
         assert sum(any(n < 30 and n % PICTURES == picture for n in step) for step in steps) == 1
-    encoded = [sum(len(batch) for batch in loader.steps.plan(0, step).encoder_batches[0]) for step in range(4)]
+    encoded = [sum(len(batch) for batch in loader.steps.plan(0, step).batches["encoder"][0]) for step in range(4)]
     assert sum(encoded) == PICTURES
 
 
@@ -63,7 +63,7 @@ def test_without_it_or_with_augmented_pictures_all_is_as_ever(records: Path) -> 
     for picture in range(PICTURES):
         assert sum(any(n < 30 and n % PICTURES == picture for n in step) for step in samples(plain)) > 1
     augmented = loader_of(records, augment=lambda image, generator: image)
-    encoded = [sum(len(batch) for batch in augmented.steps.plan(0, step).encoder_batches[0]) for step in range(4)]
+    encoded = [sum(len(batch) for batch in augmented.steps.plan(0, step).batches["encoder"][0]) for step in range(4)]
     assert sum(encoded) == PICTURES * QUESTIONS
 
 

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data import DataError, PackingConfig, RankShard
+from flowtrain_lightning.data import DataError, PackingConfig
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, SampleSizes
 from flowtrain_lightning.placement.profile import write_profile
 from tests.data.support import data_module, write_set
+from tests.packing.sizes import members_of
 from tests.placement.test_profile import PROFILE
 
 COST, ENCODER_COST = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
@@ -29,10 +30,10 @@ def sizes(*tokens):
 
 
 def test_the_cost_model_decides_who_computes_what():
-    shard, lengths = RankShard(0, 2, (0,), 1), [8, 4, 4, 4, 4]
+    members, lengths = members_of(1, 2), [8, 4, 4, 4, 4]
 
     def totals(cost):
-        plan = StepPacking(16, cost).plan(sizes(*lengths), np.arange(5), shard)
+        plan = StepPacking(16, cost).plan(sizes(*lengths), np.arange(5), members)
         return sorted(sum(lengths[i] for members in of_rank for i in members) for of_rank in plan.microbatches)
 
     assert totals(CostModel(1.0, 0.0, 0.0)) == [12, 12]
@@ -40,9 +41,9 @@ def test_the_cost_model_decides_who_computes_what():
 
 
 def test_a_rank_with_both_lanes_encodes_what_it_reads():
-    shard = RankShard(0, 2, (0,), 2, colocated_lanes=((1, 0), (0, 1)))
-    plan = StepPacking(16).plan(sizes(8, 8, 8, 8), np.arange(4), shard)
-    assert {(entry.backbone_rank, entry.encoder_rank) for entry in plan.entries} == {(0, 1), (1, 0)}
+    members = members_of(2, 2, colocated=((1, 0), (0, 1)))
+    plan = StepPacking(16).plan(sizes(8, 8, 8, 8), np.arange(4), members)
+    assert {(entry.readers[0].member, entry.maker.member) for entry in plan.entries} == {(0, 1), (1, 0)}
 
 
 @pytest.mark.parametrize("packing", [StepPacking(16), StepPacking(16, COST, ENCODER_COST, "microbatch")])

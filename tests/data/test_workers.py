@@ -23,6 +23,7 @@ from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.data.support import data_module, read, write_set
+from tests.packing.sizes import members_of
 from tests.paths import python_path
 from tests.processes import Ranks
 
@@ -30,17 +31,17 @@ from tests.processes import Ranks
 def batch_of_one_step():
     one = np.array([3])
     sizes = SampleSizes(one, one, np.array([0, 1]), one, one)
-    plan = plan_step(sizes, np.array([5]), backbone_ranks=1, encoder_ranks=1, token_budget=9)
+    plan = plan_step(sizes, np.array([5]), members_of(), token_budget=9)
     numbers = torch.arange(3)
     packed = PackedBatch(numbers, -numbers, numbers, numbers.int(), 3, {"image": numbers[1:]}, (5,), numbers[:1])
     media = PackedMedia("image", torch.rand(5, 3), torch.tensor([0, 5], dtype=torch.int32), numbers[None], 5, (1,))
-    return StepBatch(plan, RankShard.plain(0, 1), (packed, None), (media, None), epoch=2, step=4)
+    return StepBatch(plan, RankShard.plain(0, 1), (packed, None), {"encoder": (media, None)}, epoch=2, step=4)
 
 
 def test_a_shared_memory_batch_brings_the_batch_unchanged():
     batch = batch_of_one_step()
     opened = pickle.loads(pickle.dumps(SharedMemoryBatch.of(batch))).open()
-    (packed, nothing), (media, none) = opened.microbatches, opened.encoder_batches
+    (packed, nothing), (media, none) = opened.microbatches, opened.media["encoder"]
     assert nothing is none is None
     assert (opened.epoch, opened.step, opened.shard) == (2, 4, batch.shard)
     assert opened.plan.samples.tolist() == [5]
@@ -49,13 +50,13 @@ def test_a_shared_memory_batch_brings_the_batch_unchanged():
         assert torch.equal(getattr(packed, name), getattr(batch.microbatches[0], name))
         assert getattr(packed, name).dtype == getattr(batch.microbatches[0], name).dtype
     assert torch.equal(packed.media_positions["image"], batch.microbatches[0].media_positions["image"])
-    assert torch.equal(media.patches, batch.encoder_batches[0].patches)
+    assert torch.equal(media.patches, batch.media["encoder"][0].patches)
     assert (packed.samples, packed.max_seqlen, media.rows) == ((5,), 3, (1,))
 
 
 def test_all_tensors_travel_in_one_block():
     opened = SharedMemoryBatch.of(batch_of_one_step()).open()
-    packed, media = opened.microbatches[0], opened.encoder_batches[0]
+    packed, media = opened.microbatches[0], opened.media["encoder"][0]
     storages = {tensor.untyped_storage().data_ptr() for tensor in (packed.tokens, packed.labels, media.patches)}
     assert len(storages) == 1
     assert media.patches.data_ptr() % 64 == packed.labels.data_ptr() % 64
@@ -71,7 +72,7 @@ def test_workers_change_nothing(loader_of):
         for left, right in zip(mine.microbatches, theirs.microbatches, strict=True):
             assert torch.equal(left.tokens, right.tokens)
             assert torch.equal(left.labels, right.labels)
-        for left, right in zip(mine.encoder_batches, theirs.encoder_batches, strict=True):
+        for left, right in zip(mine.media["encoder"], theirs.media["encoder"], strict=True):
             assert (left is None) == (right is None)
             assert left is None or torch.equal(left.patches, right.patches)
 

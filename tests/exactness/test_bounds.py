@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from flowtrain_lightning.compute.compute import FeatureSpec
-from flowtrain_lightning.data import RankShard
 from tests.exactness.compare import Run, error, read_run, same_bits
 from tests.exactness.data import STEPS, steps_data, write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Done, Job, run_jobs
+from tests.packing.sizes import shard_of
 from tests.runtime.interleaving import least_bytes
 
 SPEC = FeatureSpec(((16,),), (torch.float64,))
@@ -59,8 +59,8 @@ def least_pool(folder: Path, layout: str) -> int:
     encoder_ranks, backbone_ranks = ROLES[layout]
     data = steps_data(folder / "data")
     data.setup("fit")
-    colocated_lanes = tuple((rank, rank) for rank in range(backbone_ranks if layout.startswith("colocated") else 0))
-    shard = RankShard(0, backbone_ranks, (0,), encoder_ranks, colocated_lanes)
+    both = {"encoder": 0} if layout.startswith("colocated") else {}
+    shard = shard_of(encoder_ranks, backbone_ranks, backbone=0, **both)
     steps = replace(data.train_dataloader().steps, shard=shard)
     return 2 * max(least_bytes(steps.plan(0, step), SPEC) for step in range(STEPS))
 

@@ -58,7 +58,7 @@ class Recorder(L.Callback):
         self.losses.append(float(outputs["loss"]))
         self.weights.append(weights_of(pl_module))
         self.microbatches.append(len(batch.microbatches))
-        self.encoder_batches.append(len(batch.encoder_batches))
+        self.encoder_batches.append(sum(map(len, batch.media.values())))
 
     def save(self, folder: Path) -> None:
         names = ("initial", "losses", "gradients", "weights", "microbatches", "encoder_batches")

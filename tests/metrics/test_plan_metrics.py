@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import ROLES
-from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.metrics import FlopUtilization, PackingUse, Throughput
 from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan
 from flowtrain_lightning.placement.profile import FlopModel
@@ -24,7 +23,7 @@ def plan() -> StepPlan:
     tokens, patches = np.array([30, 40, 50, 60]), np.array([8, 4, 2, 1])
     sizes = SampleSizes(tokens, tokens // 2, np.arange(5), patches // 4 + 1, patches)
     microbatches = ((np.array([0, 1]), np.array([2])), (np.array([3]), np.array([], dtype=np.int64)))
-    return StepPlan(np.arange(4), sizes, microbatches, ((np.array([0, 3]), np.array([1, 2])),))
+    return StepPlan(np.arange(4), sizes, {"backbone": microbatches, "encoder": ((np.array([0, 3]), np.array([1, 2])),)})
 
 
 def test_throughput_counts_all_that_all_ranks_do_in_the_time_of_their_steps():
@@ -54,7 +53,7 @@ def test_ranks_with_both_roles_count_once_in_all():
 
 
 def packing_use(pads):
-    return PackingUse(100, pads, dict.fromkeys(ROLES, CostModel(1.0, 0.0, 0.0)), RankShard(0, 2, (0,), 2).batches_of)
+    return PackingUse(100, pads, dict.fromkeys(ROLES, CostModel(1.0, 0.0, 0.0)))
 
 
 @pytest.mark.parametrize(("pads", "padding"), [(True, 1 - 180 / 300), (False, 0.0)])

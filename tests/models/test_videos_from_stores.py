@@ -51,7 +51,7 @@ def test_steps_from_every_store_have_the_same_tokens_and_pixels_as_from_files(fo
                 assert found.tokens.equal(expected.tokens)
                 assert found.labels.equal(expected.labels)
                 assert found.cu_seqlens.equal(expected.cu_seqlens)
-            for found, expected in zip(batch.encoder_batches, of_files.encoder_batches, strict=True):
+            for found, expected in zip(batch.media["encoder"], of_files.media["encoder"], strict=True):
                 assert found.pixels.equal(expected.pixels)
                 assert found.clips == expected.clips
     assert steps == STEPS

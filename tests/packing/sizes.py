@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
+from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing import CostModel, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, Edge
 from flowtrain_lightning.packing.simulator import SimulatedStep, simulate_step
 from flowtrain_lightning.packing.step_graph import Meeting
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, in_two_passes, step_work
 
@@ -63,16 +66,40 @@ def shared_sizes(samples: list[tuple[int, list[int]]], rows: list[int]) -> Sampl
     return replace(sizes, media_content=content)
 
 
-def plan_of(sizes: SampleSizes, encoder_ranks: int = 1, backbone_ranks: int = 1, **settings: Any) -> StepPlan:
+def members_of(
+    encoders: int = 1, backbones: int = 1, *, colocated: Sequence[tuple[int, int]] = (), **others: Any
+) -> StepMembers:
+    """Members of an encoder and a backbone; ``others`` are fields of `StepMembers`."""
+    pairs = {ENCODER: tuple(colocated)} if colocated else {}
+    return StepMembers({ENCODER: encoders, BACKBONE: backbones}, colocated=pairs, **others)
+
+
+def shard_of(
+    encoders: int = 1, backbones: int = 1, *, encoder: int | None = None, backbone: int | None = None, **others: Any
+) -> RankShard:
+    """The shard of a rank that belongs to these members; ``others`` are those of `members_of`.
+
+    Where it belongs to one of both roles, so does each of its peers.
+    """
+    if encoder is not None and backbone is not None:
+        others.setdefault("colocated", [(number, number) for number in range(min(encoders, backbones))])
+    own = {BACKBONE: backbone, ENCODER: encoder}
+    members = members_of(encoders, backbones, **others)
+    return RankShard(members, {role: member for role, member in own.items() if member is not None})
+
+
+def plan_of(
+    sizes: SampleSizes,
+    encoders: int = 1,
+    backbones: int = 1,
+    *,
+    colocated: Sequence[tuple[int, int]] = (),
+    local: bool = False,
+    **settings: Any,
+) -> StepPlan:
     """The plan of one step of all these samples, within ``TOKEN_BUDGET``; ``settings`` are others of `plan_step`."""
-    return plan_step(
-        sizes,
-        np.arange(len(sizes)),
-        backbone_ranks=backbone_ranks,
-        encoder_ranks=encoder_ranks,
-        token_budget=TOKEN_BUDGET,
-        **settings,
-    )
+    members = members_of(encoders, backbones, colocated=colocated, local=local)
+    return plan_step(sizes, np.arange(len(sizes)), members, token_budget=TOKEN_BUDGET, **settings)
 
 
 def simulated(plan: StepPlan, cost: CostModel, encoder_cost: CostModel, sync_every: SyncEvery) -> SimulatedStep:
@@ -89,11 +116,11 @@ def meeting_of(members: int) -> Meeting:
 
 def work_of(plan: StepPlan, cost: CostModel, encoder_cost: CostModel) -> StepWork:
     """What a plan has its members compute, with an encoder that trains."""
-    return step_work(
-        plan,
-        lambda tokens: in_two_passes(cost.of_set(tokens)),
-        lambda patches: in_two_passes(encoder_cost.of_set(patches)),
-    )
+    seconds = {
+        BACKBONE: lambda tokens: in_two_passes(cost.of_set(tokens)),
+        ENCODER: lambda patches: in_two_passes(encoder_cost.of_set(patches)),
+    }
+    return step_work(plan, seconds)
 
 
 def falling(lengths: list[int]) -> np.ndarray:

@@ -15,7 +15,7 @@ from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
 from flowtrain_lightning.packing.policies.forwards_first import recomputed_batches
 from flowtrain_lightning.packing.step_planner import plan_step
-from tests.packing.sizes import make_sizes
+from tests.packing.sizes import make_sizes, members_of
 
 COST, ENCODER_COST = CostModel(1.0, 1 / 4096, 0.0), CostModel(0.25, 0.0, 0.0)
 TOKEN_BUDGET = 4096
@@ -40,18 +40,19 @@ def texts_and_pictures(count: int):
         ({"sync_every": "step"}, "018e0670b5ada7a2"),
         ({"encoder_cost": ENCODER_COST}, "a7b829b4e7081343"),
         ({"encoder_cost": ENCODER_COST, "sync_every": "step"}, "bdf4dd1f90a6779b"),
-        ({"encoder_ranks": BACKBONE_RANKS, "local": True}, "0a65f779ac2165dd"),
-        ({"colocated_lanes": ((0, 1), (1, 2))}, "ca4447fc7a03555e"),
+        ({"encoders": BACKBONE_RANKS, "local": True}, "0a65f779ac2165dd"),
+        ({"colocated": ((0, 1), (1, 2))}, "ca4447fc7a03555e"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value) or "defaults",
 )
 def test_a_step_of_texts_and_pictures(settings, expected):
     sizes = make_sizes(*texts_and_pictures(120))
-    ranks = {"backbone_ranks": BACKBONE_RANKS, "encoder_ranks": ENCODER_RANKS}
-    given = {**ranks, "token_budget": TOKEN_BUDGET, "cost": COST, **settings}
-    plan = plan_step(sizes, np.arange(120), **given)
-    arrays = [array for of_rank in (*plan.microbatches, *plan.encoder_batches) for array in of_rank]
-    recomputed = [sorted(of_rank) for kept in (0, 1, 2) for of_rank in recomputed_batches(plan, kept)]
+    members = {"encoders": ENCODER_RANKS, "backbones": BACKBONE_RANKS}
+    members |= {name: value for name, value in settings.items() if name in ("encoders", "local", "colocated")}
+    others = {name: value for name, value in settings.items() if name not in members}
+    plan = plan_step(sizes, np.arange(120), members_of(**members), token_budget=TOKEN_BUDGET, cost=COST, **others)
+    arrays = [array for of_rank in (*plan.microbatches, *plan.batches["encoder"]) for array in of_rank]
+    recomputed = [sorted(of_rank) for kept in (0, 1, 2) for of_rank in recomputed_batches(plan, kept)["encoder"]]
     assert digest([*arrays, *recomputed]) == expected
 
 

@@ -14,7 +14,7 @@ from tests.packing.sizes import BUDGETS, RANKS, plan_of, shared_sizes, sharing_s
 
 
 def encoded(plan: StepPlan) -> list[int]:
-    return [item for of_rank in plan.encoder_batches for batch in of_rank for item in batch.tolist()]
+    return [item for of_rank in plan.batches["encoder"] for batch in of_rank for item in batch.tolist()]
 
 
 @settings(max_examples=25)
@@ -33,9 +33,9 @@ def test_every_media_item_is_read_from_one_that_is_the_same_and_comes_no_later(
     assert not local or (rank[source] == rank).all()
     read = [(entry, reader) for entry in plan.entries for reader in entry.readers]
     assert {(int(item), *reader) for entry, reader in read for item in entry.media} == {
-        (int(source[item]), int(rank[item]), int(position[item])) for item in range(len(rank))
+        (int(source[item]), "backbone", int(rank[item]), int(position[item])) for item in range(len(rank))
     }
-    for of_rank, until in zip(plan.encoder_turns, plan.read_until, strict=True):
+    for of_rank, until in zip(plan.turns["encoder"], plan.read_until["encoder"], strict=True):
         assert list(of_rank) == sorted(of_rank) or local
         assert all(turn[0] <= last for turn, last in zip(of_rank, until, strict=True))
 
@@ -45,14 +45,12 @@ def test_five_questions_on_a_picture_cost_the_encoder_one_picture() -> None:
     sizes = shared_sizes(samples, [1, 8, 8, 8, 8])
     once, often = plan_of(sizes, 1, 1), plan_of(replace(sizes, media_content=None), 1, 1)
     assert (len(encoded(once)), len(encoded(often))) == (4, 20)
+    costs = {
+        "backbone": lambda tokens: in_two_passes(1.0),
+        "encoder": lambda patches: in_two_passes(float(patches.sum())),
+    }
     seconds = [
-        sum(
-            batch.seconds
-            for batches in step_work(
-                plan, lambda tokens: in_two_passes(1.0), lambda patches: in_two_passes(float(patches.sum()))
-            )["encoder"]
-            for batch in batches
-        )
+        sum(batch.seconds for batches in step_work(plan, costs)["encoder"] for batch in batches)
         for plan in (once, often)
     ]
     assert 5 * seconds[0] == seconds[1]

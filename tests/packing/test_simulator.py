@@ -206,8 +206,12 @@ def test_the_work_of_a_plan_names_readers_and_leaves_empty_batches_out():
     sizes = make_sizes((10, [5]), (10, []), (10, [7]))
     microbatches = ((np.array([0]), np.array([1])), (np.array([], dtype=np.int64), np.array([2])))
     batches = ((np.array([], dtype=np.int64), np.array([0, 1])),)
-    plan = StepPlan(np.arange(3), sizes, microbatches, batches)
-    work = step_work(plan, lambda t: PassTimes(float(t.sum()), 1.0), lambda p: PassTimes(float(p.sum()), 0.5), [{1}])
+    plan = StepPlan(np.arange(3), sizes, {"backbone": microbatches, "encoder": batches})
+    seconds = {
+        role: lambda n, last=last: PassTimes(float(n.sum()), last)
+        for role, last in (("backbone", 1.0), ("encoder", 0.5))
+    }
+    work = step_work(plan, seconds, {"encoder": [{1}]})
     assert [[batch.forward for batch in of_rank] for of_rank in work["backbone"]] == [[15.0, 10.0], [0.0, 17.0]]
     readers = (BatchOf("backbone", 0, 0), BatchOf("backbone", 1, 1))
     assert work["encoder"] == [[TimedBatch(48.0, 0.5, readers, recomputed=True)]]

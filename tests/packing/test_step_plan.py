@@ -28,8 +28,11 @@ def test_nothing_can_be_selected():
 
 def test_an_entry_is_what_one_batch_hands_to_one_microbatch():
     microbatches = ((np.array([0]),), (np.array([1]),))
-    plan = StepPlan(np.arange(2), make_sizes((10, [5, 6]), (10, [7])), microbatches, ((np.array([0, 1, 2]),),))
-    found = [
-        (e.encoder_rank, e.encoder_batch, e.backbone_rank, e.microbatch, e.media.tolist(), e.rows) for e in plan.entries
-    ]
-    assert found == [(0, 0, 0, 0, [0, 1], 11), (0, 0, 1, 0, [2], 7)]
+    plan = StepPlan(
+        np.arange(2),
+        make_sizes((10, [5, 6]), (10, [7])),
+        {"backbone": microbatches, "encoder": ((np.array([0, 1, 2]),),)},
+    )
+    found = [(entry.maker, entry.readers, entry.media.tolist(), entry.rows) for entry in plan.entries]
+    maker = ("encoder", 0, 0)
+    assert found == [(maker, (("backbone", 0, 0),), [0, 1], 11), (maker, (("backbone", 1, 0),), [2], 7)]

@@ -19,16 +19,17 @@ from tests.packing.sizes import (
     TOKEN_BUDGET,
     make_sizes,
     meeting_of,
+    members_of,
     simulated,
     sizes_strategy,
     work_of,
 )
 
 
-def plan(sizes, backbone_ranks=2, encoder_ranks=2, **settings) -> StepPlan:
+def plan(sizes, backbones=2, encoders=2, *, local=False, colocated=(), **settings) -> StepPlan:
     samples = np.arange(len(sizes), dtype=np.int64) + 1000
     settings = {"token_budget": TOKEN_BUDGET, **settings}
-    return plan_step(sizes, samples, backbone_ranks=backbone_ranks, encoder_ranks=encoder_ranks, **settings)
+    return plan_step(sizes, samples, members_of(encoders, backbones, colocated=colocated, local=local), **settings)
 
 
 @given(sizes_strategy(), RANKS, RANKS, st.sampled_from((None, *SYNC_EVERY)))
@@ -40,11 +41,13 @@ def test_every_sample_and_media_item_is_computed_once_within_the_budget(sizes, b
     assert sorted(np.concatenate(members).tolist()) == list(range(len(sizes)))
     assert all(sizes.tokens[microbatch].sum() <= TOKEN_BUDGET for microbatch in members)
     assert len({len(of_rank) for of_rank in step.microbatches}) == 1
-    encoded = [item for of_rank in step.encoder_batches for batch in of_rank for item in batch.tolist()]
-    assert len(step.encoder_batches) == encoder_ranks
+    encoded = [item for of_rank in step.batches["encoder"] for batch in of_rank for item in batch.tolist()]
+    assert len(step.batches["encoder"]) == encoder_ranks
     assert sorted(encoded) == list(range(len(sizes.media_rows)))
     if swaps is None:
-        patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in step.encoder_batches]
+        patches = [
+            sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in step.batches["encoder"]
+        ]
         assert max(patches) - min(patches) <= max(sizes.media_patches, default=0)
 
 
@@ -52,7 +55,7 @@ def test_every_sample_and_media_item_is_computed_once_within_the_budget(sizes, b
 def test_readers_positions_never_fall_and_each_reader_is_one_group(sizes, backbone_ranks, encoder_ranks):
     step = plan(sizes, backbone_ranks, encoder_ranks)
     ranks, positions = step.readers
-    for of_rank in step.encoder_batches:
+    for of_rank in step.batches["encoder"]:
         in_order = [position for batch in of_rank for position in positions[batch].tolist()]
         assert in_order == sorted(in_order)
         for batch in of_rank:
@@ -70,11 +73,12 @@ def test_entries_hold_all_media_exactly_and_rows_add_up(sizes, backbone_ranks, e
     )
     for entry in step.entries:
         assert entry.rows == sizes.media_rows[entry.media].sum()
-        assert set(ranks[entry.media].tolist()) == {entry.backbone_rank}
-        assert set(positions[entry.media].tolist()) == {entry.microbatch}
-        batch = step.encoder_batches[entry.encoder_rank][entry.encoder_batch]
+        (reader,) = entry.readers
+        assert set(ranks[entry.media].tolist()) == {reader.member}
+        assert set(positions[entry.media].tolist()) == {reader.number}
+        batch = step.batches["encoder"][entry.maker.member][entry.maker.number]
         assert set(entry.media.tolist()) <= set(batch.tolist())
-    keys = [(e.encoder_rank, e.encoder_batch, e.backbone_rank, e.microbatch) for e in step.entries]
+    keys = [(entry.maker, entry.readers) for entry in step.entries]
     assert len(set(keys)) == len(keys)
 
 
@@ -82,32 +86,32 @@ def test_entries_hold_all_media_exactly_and_rows_add_up(sizes, backbone_ranks, e
 def test_local_plans_encode_where_they_read(sizes, ranks):
     step = plan(sizes, ranks, ranks, local=True)
     owner = sizes.media_sample
-    for microbatches, batches in zip(step.microbatches, step.encoder_batches, strict=True):
+    for microbatches, batches in zip(step.microbatches, step.batches["encoder"], strict=True):
         for members, media in zip(microbatches, batches, strict=True):
             assert media.tolist() == [m for m, sample in enumerate(owner) if sample in members]
 
 
 def test_positions_rich_in_media_stand_in_the_middle_on_all_ranks():
     text, rich = (80, []), (10, [80])
-    step = plan(make_sizes(text, rich, text, rich, text, rich, text, rich), backbone_ranks=2)
+    step = plan(make_sizes(text, rich, text, rich, text, rich, text, rich), backbones=2)
     media = [[int(np.isin(members, [1, 3, 5, 7]).sum()) for members in of_rank] for of_rank in step.microbatches]
     assert media == [[0, 1, 1, 0], [0, 1, 1, 0]]
 
 
 def test_a_step_without_media_has_no_encoder_batch_and_no_entry():
     step = plan(make_sizes((10, []), (20, [])))
-    assert step.encoder_batches == ((), ())
+    assert step.batches["encoder"] == ((), ())
     assert step.entries == ()
 
 
 def test_one_sample_on_several_ranks_leaves_the_others_empty():
-    step = plan(make_sizes((10, [5, 5])), backbone_ranks=3, encoder_ranks=2)
+    step = plan(make_sizes((10, [5, 5])), backbones=3, encoders=2)
     assert [[members.tolist() for members in of_rank] for of_rank in step.microbatches] == [[[0]], [[]], [[]]]
     assert [entry.rows for entry in step.entries] == [5, 5]
 
 
 def test_a_giant_sample_stands_alone():
-    step = plan(make_sizes((10, [5]), (20, [80]), (10, [5])), backbone_ranks=2)
+    step = plan(make_sizes((10, [5]), (20, [80]), (10, [5])), backbones=2)
     assert sorted(members.tolist() for of_rank in step.microbatches for members in of_rank) == [[0, 2], [1]]
 
 
@@ -127,16 +131,19 @@ def test_a_sample_over_the_token_budget_is_named_with_its_sizes():
         plan(make_sizes((10, []), (50, [60, 20])))
 
 
-@pytest.mark.parametrize("name", ["backbone_ranks", "encoder_ranks", "token_budget"])
+NAMED = {"backbones": "The number of backbone members", "encoders": "The number of encoder members"}
+
+
+@pytest.mark.parametrize("name", [*NAMED, "token_budget"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_a_number_below_one_is_refused_by_name(name, value):
-    with pytest.raises(PackingError, match=f"{name} is {value}; it must be at least 1"):
+    with pytest.raises(PackingError, match=f"{NAMED.get(name, name)} is {value}; it must be at least 1"):
         plan(make_sizes((10, [])), **{name: value})
 
 
 def test_local_plans_need_as_many_encoder_ranks_as_backbone_ranks():
-    with pytest.raises(PackingError, match="2 backbone ranks and 3 encoder ranks; make the numbers equal"):
-        plan(make_sizes((10, [])), backbone_ranks=2, encoder_ranks=3, local=True)
+    with pytest.raises(PackingError, match="'encoder': 3, 'backbone': 2}; make them equal"):
+        plan(make_sizes((10, [])), backbones=2, encoders=3, local=True)
 
 
 def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planned_so=False, in_fixed_order=False):
@@ -146,18 +153,11 @@ def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planne
     sizes = make_sizes(*[(int(text), [rows]) for text, rows in zip(draw.integers(10, 400, 200), pictures, strict=True)])
     cost = CostModel(1.0, 0.0, 0.0)
     encoder_cost = CostModel(encoder * sizes.tokens.sum() / sizes.media_patches.sum(), 0.0, 0.0)
-    found = plan_step(
-        sizes,
-        np.arange(200),
-        backbone_ranks=backbone_ranks,
-        encoder_ranks=encoder_ranks,
-        token_budget=2048,
-        colocated_lanes=[(rank, rank) for rank in range(backbone_ranks)],
-        cost=cost,
-        encoder_cost=encoder_cost,
-        sync_every=sync_every,
-        in_fixed_order=planned_so,
-    )
+    colocated = [(rank, rank) for rank in range(backbone_ranks)]
+    planned = {"meets": {"backbone": meeting_of(backbone_ranks)}} if planned_so else {}
+    members = members_of(encoder_ranks, backbone_ranks, colocated=colocated, **planned)
+    costs = {"cost": cost, "encoder_cost": encoder_cost}
+    found = plan_step(sizes, np.arange(200), members, token_budget=2048, sync_every=sync_every, **costs)
 
     ranks = {"backbone": [(rank,) for rank in range(backbone_ranks)], "encoder": [(r,) for r in range(encoder_ranks)]}
     in_flight = {"encoder": 4} if in_fixed_order else {}
@@ -181,21 +181,21 @@ def test_with_a_fixed_order_ranks_that_only_encode_have_their_part_of_every_posi
 
 def test_work_of_mixed_ranks_beside_encoding_counts_once_where_tensor_ranks_share_it():
     sizes = make_sizes(*[(20, [20])] * 8)
-    settings = {"backbone_ranks": 1, "encoder_ranks": 4, "token_budget": 400, "encoder_cost": CostModel(0.25, 0.0, 0.0)}
-    found = plan_step(sizes, np.arange(8), colocated_lanes=((0, 0), (1, 0)), **settings)
-    patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in found.encoder_batches]
+    members = members_of(4, 1, colocated=((0, 0), (1, 0)))
+    found = plan_step(sizes, np.arange(8), members, token_budget=400, encoder_cost=CostModel(0.25, 0.0, 0.0))
+    patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in found.batches["encoder"]]
     assert patches[2] == patches[3] == sizes.media_patches.sum() / 2
 
 
-@pytest.mark.parametrize("colocated_lanes", [((2, 0),), ((0, 0), (1, 2)), ((-1, 0),)])
-def test_colocated_lanes_of_other_layouts_are_refused(colocated_lanes):
-    with pytest.raises(PackingError, match="must name pairs of an encoder rank below 2 and a backbone rank below 2"):
-        plan(make_sizes((10, [])), colocated_lanes=colocated_lanes)
+@pytest.mark.parametrize("colocated", [((2, 0),), ((0, 0), (1, 2)), ((-1, 0),)])
+def test_colocated_members_that_do_not_exist_are_refused(colocated):
+    with pytest.raises(PackingError, match="pairs of a member of 'encoder' below 2 and one of 'backbone' below 2"):
+        plan(make_sizes((10, [])), colocated=colocated)
 
 
 def test_sizes_of_other_samples_are_refused():
     with pytest.raises(PackingError, match="There are 3 samples but sizes of 1"):
-        plan_step(make_sizes((10, [])), np.arange(3), backbone_ranks=1, encoder_ranks=1, token_budget=10)
+        plan_step(make_sizes((10, [])), np.arange(3), members_of(), token_budget=10)
 
 
 def pictures_and_text(seed: int, count: int = 200):
@@ -234,6 +234,6 @@ def test_with_an_encoder_cost_the_step_is_shorter_at_no_cost_of_the_backbone(see
 
 def test_ranks_that_synchronise_once_a_step_have_like_totals():
     sizes = make_sizes(*[(tokens, []) for tokens in (90, 60, 50, 40, 30, 20, 10, 10)])
-    step = plan(sizes, backbone_ranks=2, cost=CostModel(1.0, 0.01, 0.0), sync_every="step")
+    step = plan(sizes, backbones=2, cost=CostModel(1.0, 0.01, 0.0), sync_every="step")
     totals = [sum(CostModel(1.0, 0.01, 0.0).of_set(sizes.tokens[m]) for m in rank) for rank in step.microbatches]
     assert max(totals) <= 1.02 * np.mean(totals)

@@ -42,7 +42,7 @@ def compared(allocation, frozen=(), each=EACH):
     sizes = SampleSizes(lengths, lengths, start, lengths, lengths)
     plans = [plan_on(allocation, sizes, np.arange(SAMPLES), each * LENGTH) for _ in range(3)]
     # Packing takes one microbatch more than it has to here and there, which costs what each takes for its weights.
-    packed = {"backbone": plans[0].microbatches, "encoder": plans[0].encoder_batches}
+    packed = {"backbone": plans[0].microbatches, "encoder": plans[0].batches["encoder"]}
     budgets = [-(-SAMPLES // (layouts[role].data * len(packed[role][0]))) * LENGTH for role in packed]
     workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, *budgets)
     module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]

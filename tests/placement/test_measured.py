@@ -29,8 +29,13 @@ def array(*numbers):
     return np.array(numbers, dtype=np.int64)
 
 
-SEPARATE = StepPlan(array(0, 1), SIZES, ((array(0), array(1)),), ((array(0), array(1)),))
-COLOCATED = StepPlan(array(0, 1), SIZES, ((array(0),), (array(1),)), ((array(0),), (array(1),)))
+def alike(batches):
+    """The same batches of samples and of their pictures."""
+    return {"backbone": batches, "encoder": batches}
+
+
+SEPARATE = StepPlan(array(0, 1), SIZES, alike(((array(0), array(1)),)))
+COLOCATED = StepPlan(array(0, 1), SIZES, alike(((array(0),), (array(1),))))
 APART, TOGETHER = default_allocation(2, "separate"), default_allocation(2, "colocated")
 
 
@@ -84,9 +89,12 @@ def costs(profile, ranks=2, nodes=1, impossible=(), rank_bytes=None, ranks_per_d
         backbones, encoders = (len(allocation.ranks[role]) for role in ("backbone", "encoder"))
         if allocation.placement == "separate" and encoders in impossible:
             raise PackingError("these ranks cannot be dealt the steps")
-        shares = [np.array_split(np.arange(2), size) for size in (backbones, encoders)]
-        plan = StepPlan(array(0, 1), SIZES, *(tuple((one,) for one in share) for share in shares))
-        return [plan] * count
+        shares = {
+            "backbone": np.array_split(np.arange(2), backbones),
+            "encoder": np.array_split(np.arange(2), encoders),
+        }
+        batches = {role: tuple((one,) for one in share) for role, share in shares.items()}
+        return [StepPlan(array(0, 1), SIZES, batches)] * count
 
     everyone = Processors(tuple((rank,) for rank in range(ranks)), 1.0)
     return MeasuredCosts(profile, plan_steps, ranks, everyone, 4, nodes, ranks_per_device, rank_bytes)
@@ -160,7 +168,8 @@ def test_what_fits_in_no_layout_is_said_to():
 
 def test_ranks_with_shards_wait_for_the_slowest_at_every_microbatch():
     uneven = make_sizes((9, [1]), (29, [1]), (29, [1]), (9, [1]))
-    plan = StepPlan(array(0, 1, 2, 3), uneven, ((array(0), array(1)), (array(2), array(3))), ((array(),), (array(),)))
+    batches = {"backbone": ((array(0), array(1)), (array(2), array(3))), "encoder": ((array(),), (array(),))}
+    plan = StepPlan(array(0, 1, 2, 3), uneven, batches)
     sharded = TOGETHER.with_roles({"backbone": RoleLayout(shard="fsdp")})
     assert seconds(plan, TOGETHER, make_profile(1.0, 1.0)) < seconds(plan, sharded, make_profile(1.0, 1.0))
 

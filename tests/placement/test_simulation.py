@@ -13,7 +13,6 @@ from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.placement.layout_costs import ProfiledLayoutCosts
 from flowtrain_lightning.placement.measured import Processors, predict_steps
-from flowtrain_lightning.placement.run_costs import rank_shard
 from flowtrain_lightning.placement.simulation import plan_on
 from flowtrain_lightning.placement.simulation import simulate as simulate_by
 from tests.placement.profiles import make_profile
@@ -52,8 +51,8 @@ def test_a_step_is_planned_as_the_data_module_plans_it_on_these_ranks(allocation
     profile, sizes = make_profile(0.01, 0.02), draw_sizes(np.random.default_rng(1), samples=20)
     ours = plan(allocation, sizes, profile)
     config = StepPacking(100, profile.cost, profile.encoder_cost)
-    theirs = config.plan(sizes, np.arange(20), rank_shard(allocation, 0))
-    for batches, others in ((ours.microbatches, theirs.microbatches), (ours.encoder_batches, theirs.encoder_batches)):
+    theirs = config.plan(sizes, np.arange(20), allocation.step_members())
+    for batches, others in ((ours.batches[role], theirs.batches[role]) for role in allocation.roles):
         assert [[b.tolist() for b in rank] for rank in batches] == [[b.tolist() for b in rank] for rank in others]
 
 

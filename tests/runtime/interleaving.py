@@ -24,7 +24,7 @@ from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
-from tests.packing.sizes import meeting_of
+from tests.packing.sizes import meeting_of, shard_of
 from tests.runtime.late_copies import LateCopies, read_after_copies
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
@@ -185,9 +185,11 @@ class DeliveredLease:
 
 def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    shard = RankShard(None, 0, (), 0)
+    encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
+    shard = shard_of(encoders, backbones)
     if in_fixed_order:
-        shard = RankShard(0, 1, (0,), 1, ((0, 0),), meets={"backbone": meeting_of(1)})
+        meets = {"backbone": meeting_of(backbones)}
+        shard = shard_of(encoders, backbones, colocated=[(0, 0)], meets=meets)
     return make_program(plan, shard, 0).pool_demand({"image": spec}).least
 
 
@@ -300,11 +302,11 @@ class InterleavedStep:
         sharing: Collection[str] = (),
         meets_in_forwards: bool = True,
     ) -> None:
-        encoders, backbones = len(plan.encoder_batches), len(plan.microbatches)
+        encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
         ranks = max(encoders, backbones) if colocated else encoders + backbones
         backbone_ranks = tuple(range(backbones))
         encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, ranks))
-        both_lanes = tuple((rank, rank) for rank in range(min(encoders, backbones) if colocated else 0))
+        of_both = [(rank, rank) for rank in range(min(encoders, backbones) if colocated else 0)]
         interleaving = Interleaving(ranks, seed)
         self.pools: list[DeliveredPool] = []
         self.pools += [DeliveredPool(interleaving, self.pools, rank, part_bytes) for rank in range(ranks)]
@@ -327,24 +329,23 @@ class InterleavedStep:
                     interleaving.gather(rank, backbone_ranks, "sum of the backbone")
 
             self.compute[rank].gather, self.compute[rank].sum_backbone = gather, sum_backbone
-            part = RankShard(
-                backbone_ranks.index(rank) if rank in backbone_ranks else None,
-                backbones,
-                (encoder_ranks.index(rank),) if rank in encoder_ranks else (),
+            part = shard_of(
                 encoders,
-                colocated_lanes=both_lanes,
+                backbones,
+                backbone=backbone_ranks.index(rank) if rank in backbone_ranks else None,
+                encoder=encoder_ranks.index(rank) if rank in encoder_ranks else None,
+                colocated=of_both,
                 meets={role: meeting_of(len(of_role[role])) for role in sharing},
             )
             program = make_program(plan, part, kept_batches)
             step = Step(batch_of(plan, part), program, "train", 0, ["encoder"] if trains else [])
-            context = RankContext(self.pools[rank], self.compute[rank], Page(), Timeline())  # type: ignore[arg-type]
+            members = {role: [(each,) for each in ranks] for role, ranks in of_role.items()}
+            context = RankContext(self.pools[rank], self.compute[rank], Page(), Timeline(), members)  # type: ignore[arg-type]
             roles = {}
-            if part.backbone_rank is not None:
-                method = BackboneMethod(context, [], speaks=True, counts=True)
-                roles["backbone"] = RolePart(method, makers=[(each,) for each in encoder_ranks])
-            if part.encoder_members:
-                encoding = EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards)
-                roles["encoder"] = RolePart(encoding, readers=[(each,) for each in backbone_ranks])
+            if "backbone" in part.own:
+                roles["backbone"] = RolePart(BackboneMethod(context, [], speaks=True, counts=True))
+            if "encoder" in part.own:
+                roles["encoder"] = RolePart(EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards))
             parts.append(partial(_run_and_sum, Executor(context, roles, step), self.compute[rank]))
         interleaving.run(parts)
 
@@ -375,17 +376,16 @@ class Page:
 def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
     """A rank's part of a plan, without pixels or tokens: media carry their number as their only patch."""
     microbatches: tuple[Any, ...] = ()
-    encoder_batches: tuple[Any, ...] = ()
-    if part.backbone_rank is not None:
-        members_of = plan.microbatches[part.backbone_rank]
-        microbatches = tuple(
-            _microbatch(plan, members, bool(part.meeting("backbone").passes)) for members in members_of
-        )
-    if part.encoder_members:
-        encoder_batches = tuple(_media(plan, media) for media in plan.encoder_batches[part.encoder_members[0]])
+    media: dict[str, tuple[Any, ...]] = {}
+    if "backbone" in part.own:
+        pads = bool(part.members.meeting("backbone").passes)
+        own = plan.microbatches[part.own["backbone"]]
+        microbatches = tuple(_microbatch(plan, samples, pads) for samples in own)
+    if "encoder" in part.own:
+        media["encoder"] = tuple(_media(plan, items) for items in plan.batches["encoder"][part.own["encoder"]])
     smallest = plan.sizes.media_patches.argmin(keepdims=True) if plan.entries else None
     padding = {} if smallest is None else {"encoder": _media(plan, smallest)}
-    return StepBatch(plan, part, microbatches, encoder_batches, 0, 0, padding)
+    return StepBatch(plan, part, microbatches, media, 0, 0, padding)
 
 
 def _microbatch(plan: StepPlan, members: np.ndarray, pads: bool = False) -> PackedBatch | None:

@@ -126,7 +126,7 @@ def check_shared(sizes, budget, encoders, backbones, kept, events, sharing, trai
     check_exact(step, plan, trains=trains)
     known = sizes.media_content[sizes.media_content >= 0]
     alone = (sizes.media_content < 0).sum()
-    assert sum(len(batch) for of_rank in plan.encoder_batches for batch in of_rank) == len({*known.tolist()}) + alone
+    assert sum(len(batch) for of_rank in plan.batches["encoder"] for batch in of_rank) == len({*known.tolist()}) + alone
 
 
 SHARED = given(
@@ -181,7 +181,7 @@ def test_no_more_activations_are_kept_than_allowed(sizes, budget, encoders, back
 @pytest.mark.parametrize("kept", [0, 1, 100])
 def test_a_forward_runs_twice_only_where_its_activations_were_not_kept(kept):
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
-    batches = len(plan.encoder_batches[0])
+    batches = len(plan.batches["encoder"][0])
     step = run_step(plan, colocated=False, kept=kept, events=0)
     forwards = sum(compute.forwards for compute in step.compute)
     assert forwards == (2 * batches if kept == 0 else batches)
@@ -191,8 +191,8 @@ def test_a_forward_runs_twice_only_where_its_activations_were_not_kept(kept):
 @pytest.mark.parametrize("colocated", [True, False])
 def test_a_padding_batch_is_computed_only_where_other_ranks_need_it(colocated, trains, pads):
     plan = plan_of(make_sizes((20, [10]), (60, []), (60, [])), 2, 2)
-    batches = sum(len(media) > 0 for of_rank in plan.encoder_batches for media in of_rank)
-    positions = {entry.microbatch for entry in plan.entries}
+    batches = sum(len(media) > 0 for of_rank in plan.batches["encoder"] for media in of_rank)
+    positions = {entry.readers[0].number for entry in plan.entries}
     settings = {"part_bytes": ROOM_ENOUGH, "kept_batches": 4, "sharing": ["encoder"]}
     step = InterleavedStep(plan, colocated=colocated, trains=trains, seed=0, meets_in_forwards=pads, **settings)
     check_exact(step, plan, trains=trains)

@@ -14,11 +14,12 @@ from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
 from flowtrain_lightning.packing.role_graph import graph_of
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.pool import Reservation, entry_nbytes
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.program_of_plan import make_program
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, meeting_of, plan_of, sizes_strategy
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, meeting_of, plan_of, shard_of, sizes_strategy
 
 SPEC = FeatureSpec(((8,), (2, 3)), (torch.float32, torch.float64))
 
@@ -29,7 +30,9 @@ def nbytes(rows: int) -> int:
 
 def colocated(plan: StepPlan, rank: int = 0, kept: int = 4) -> StepProgram:
     """The program of a rank with both roles."""
-    return make_program(plan, RankShard(rank, len(plan.microbatches), (rank,), len(plan.encoder_batches)), kept)
+    return make_program(
+        plan, shard_of(len(plan.batches["encoder"]), len(plan.microbatches), encoder=rank, backbone=rank), kept
+    )
 
 
 def test_a_spec_tells_what_a_row_of_features_is():
@@ -55,14 +58,14 @@ def test_a_rank_that_is_alone_keeps_no_more_than_it_takes():
     plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
     kinds = [kind for kind, _ in colocated(plan).roles["encoder"].passes]
     assert kinds == ["forward", "backward"] * 3, "with others it would go forward first, so that these need not wait"
-    apart = make_program(plan, RankShard(None, 1, (0,), 1), 4).roles["encoder"]
+    apart = make_program(plan, shard_of(encoder=0), 4).roles["encoder"]
     assert [kind for kind, _ in apart.passes] == sorted(kinds)[::-1]
 
 
 def test_a_rank_that_is_alone_recomputes_no_more_for_keeping_less():
     plan = plan_of(make_sizes((10, [30, 20]), (60, [20, 4, 4]), (50, [5, 30])))
     for kept in range(5):
-        apart = make_program(plan, RankShard(None, 1, (0,), 1), kept).roles["encoder"]
+        apart = make_program(plan, shard_of(encoder=0), kept).roles["encoder"]
         recomputed = [number for number, batch in apart.batches.items() if batch.recomputes]
         alone = colocated(plan, kept=kept).roles["encoder"].batches
         assert [number for number, batch in alone.items() if batch.recomputes] == recomputed
@@ -74,8 +77,8 @@ def test_every_batch_has_one_forward_and_one_backward_and_no_more_are_kept_than_
 ):
     plan = plan_of(sizes, encoders, ranks, encoder_budget=budget)
     for rank in range(encoders):
-        encoder = make_program(plan, RankShard(None, ranks, (rank,), encoders), kept).roles["encoder"]
-        numbers = list(range(len(plan.encoder_batches[rank])))
+        encoder = make_program(plan, shard_of(encoders, ranks, encoder=rank), kept).roles["encoder"]
+        numbers = list(range(len(plan.batches["encoder"][rank])))
         for kind in ("forward", "backward"):
             assert [number for done, number in encoder.passes if done == kind] == numbers
         held = 0
@@ -88,7 +91,7 @@ def test_every_batch_has_one_forward_and_one_backward_and_no_more_are_kept_than_
 def test_the_features_of_a_microbatch_are_its_media_in_order_each_row_once(sizes, encoders, ranks):
     plan = plan_of(sizes, encoders, ranks)
     for rank in range(ranks):
-        microbatches = make_program(plan, RankShard(rank, ranks, (), encoders), 4).roles["backbone"].batches
+        microbatches = make_program(plan, shard_of(encoders, ranks, backbone=rank), 4).roles["backbone"].batches
         filled = [number for number, samples in enumerate(plan.microbatches[rank]) if len(samples)]
         assert list(microbatches) == filled
         for microbatch in microbatches.values():
@@ -97,7 +100,7 @@ def test_the_features_of_a_microbatch_are_its_media_in_order_each_row_once(sizes
                 media = plan.entries[read.entry].media
                 places = np.concatenate([np.arange(part.start, part.stop) for part in read.slices])
                 found[places] = np.repeat(media, plan.sizes.media_rows[media])
-                assert read.maker == plan.entries[read.entry].encoder_rank
+                assert read.maker == ("encoder", plan.entries[read.entry].maker.member)
             members = plan.microbatches[rank][microbatch.number]
             media = [m for s in members for m in range(plan.sizes.media_start[s], plan.sizes.media_start[s + 1])]
             assert found.tolist() == np.repeat(media, plan.sizes.media_rows[media]).tolist() if media else True
@@ -121,7 +124,7 @@ def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
 
 def test_the_least_bytes_are_those_of_the_largest_encoder_batch():
     plan = plan_of(make_sizes((10, [30]), (80, [20]), (70, [5])))
-    assert [len(batch) for batch in plan.encoder_batches[0]] == [1, 1, 1]
+    assert [len(batch) for batch in plan.batches["encoder"][0]] == [1, 1, 1]
     demand = colocated(plan).pool_demand({"image": SPEC})
     assert (demand.least, demand.ample) == (nbytes(30), sum(map(nbytes, (30, 20, 5))))
 
@@ -129,9 +132,8 @@ def test_the_least_bytes_are_those_of_the_largest_encoder_batch():
 @given(sizes_strategy(20), st.integers(1, 6))
 def test_ranks_that_take_turns_have_bytes_for_what_each_puts_however_many_they_are(sizes, ranks):
     plan = plan_of(sizes, ranks, ranks)
-    pairs = tuple((rank, rank) for rank in range(ranks))
     meets = {role: meeting_of(ranks) for role in ("encoder", "backbone")}
-    shards = [RankShard(rank, ranks, (rank,), ranks, pairs, meets=meets) for rank in range(ranks)]
+    shards = [shard_of(ranks, ranks, encoder=rank, backbone=rank, meets=meets) for rank in range(ranks)]
     demands = [make_program(plan, shard, 2).pool_demand({"image": SPEC}) for shard in shards]
     put = [sum(each.nbytes for each in of_role.values()) for demand in demands for of_role in demand.features.values()]
     given_back = [sum(each.nbytes for each in demand.gradients.values()) for demand in demands]
@@ -147,7 +149,7 @@ def test_a_step_without_media_asks_nothing_of_the_pool():
 @given(sizes_strategy(), st.integers(1, 4), st.integers(1, 4))
 def test_the_least_is_never_more_than_ample_and_that_never_more_than_everything(sizes, encoders, backbones):
     plan = plan_of(sizes, encoders, backbones)
-    demand = make_program(plan, RankShard(None, backbones, (0,), encoders), 4).pool_demand({"image": SPEC})
+    demand = make_program(plan, shard_of(encoders, backbones, encoder=0), 4).pool_demand({"image": SPEC})
     assert demand.least <= demand.ample <= sum(nbytes(entry.rows) for entry in plan.entries)
 
 
@@ -157,21 +159,12 @@ TWO_ENCODERS = graph_of((*NAMES, "backbone"))
 
 def test_each_modality_of_a_microbatch_has_rows_of_its_own():
     sizes = replace(make_sizes((5, [2, 3, 4]), (5, [6])), media_modality=np.array(["image", "audio", "image", "audio"]))
-    encoders = (("image", 1), ("audio", 1))
-    plan = plan_step(
-        sizes, np.arange(2), backbone_ranks=1, encoder_ranks=2, token_budget=TOKEN_BUDGET, encoders=encoders
-    )
-    program = make_program(plan, RankShard(0, 1, (), 2, graph=TWO_ENCODERS, producers=dict.fromkeys(NAMES, 1)), 4)
+    members = StepMembers(dict.fromkeys(TWO_ENCODERS.roles, 1), TWO_ENCODERS)
+    plan = plan_step(sizes, np.arange(2), members, token_budget=TOKEN_BUDGET)
+    program = make_program(plan, RankShard(members, {"backbone": 0}), 4)
     (microbatch,) = program.roles["backbone"].batches.values()
     assert microbatch.rows_read == {"audio": 9, "image": 6}
     assert {read.modality: (read.maker, read.slices) for read in microbatch.read} == {
-        "image": (0, (slice(0, 6),)),
-        "audio": (1, (slice(0, 9),)),
+        "image": (("encoder_image", 0), (slice(0, 6),)),
+        "audio": (("encoder_audio", 0), (slice(0, 9),)),
     }
-
-
-def test_a_rank_with_one_of_several_encoders_works_for_the_role_of_its_modality():
-    shard = RankShard(None, 1, (2,), 3, graph=TWO_ENCODERS, producers={"encoder_image": 1, "encoder_audio": 2})
-    assert [shard.role_of(member) for member in range(3)] == ["encoder_image", "encoder_audio", "encoder_audio"]
-    assert shard.encoded == (("image", 1), ("audio", 2))
-    assert shard.own_members == {"encoder_audio": 1}

@@ -15,6 +15,7 @@ from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
 from flowtrain_lightning.runtime.step import Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span, Timeline
+from tests.packing.sizes import shard_of
 
 COUNTERS = PoolCounters(
     transport="shared_memory",
@@ -79,8 +80,8 @@ def step_of(part: RankShard, index: int = 20) -> Step:
     sizes = SampleSizes(tokens, tokens, np.array([0, 1, 2, 3, 4]), np.ones(4, dtype=np.int64), np.array([8, 4, 2, 1]))
     numbers = [np.array([number]) for number in range(4)]
     microbatches = ((np.array([0, 1]), numbers[2]), (numbers[3], np.array([], dtype=np.int64)))
-    plan = StepPlan(np.arange(4), sizes, microbatches, ((np.array([0, 3]), np.array([1, 2])),))
-    return Step(StepBatch(plan, part, (), (), 0, index), make_program(plan, part, 4), "train", index, ["encoder"])
+    plan = StepPlan(np.arange(4), sizes, {"backbone": microbatches, "encoder": ((np.array([0, 3]), np.array([1, 2])),)})
+    return Step(StepBatch(plan, part, (), {}, 0, index), make_program(plan, part, 4), "train", index, ["encoder"])
 
 
 def timeline_of(*spans: tuple[str, str, str, int, int, float]) -> Timeline:
@@ -98,7 +99,7 @@ def test_each_microbatch_is_told_with_its_tokens_and_their_squares():
         ("backbone", STALL, "train", 20, 1, 9.0),
         ("backbone", COMPUTE, "train", 20, 1, 0.25),
     )
-    timings = BatchTimes(timeline).take(step_of(RankShard(0, 2, (), 1)))
+    timings = BatchTimes(timeline).take(step_of(shard_of(1, 2, backbone=0)))
     assert timings == {"backbone": [[7.0, 25.0, 0.5], [5.0, 25.0, 0.25]], "encoder": []}
 
 
@@ -109,7 +110,7 @@ def test_an_encoder_batchs_forwards_and_backward_count_together():
         ("encoder", COMPUTE, "train", 20, 0, 0.5),
         ("encoder", COMPUTE, "train", 20, 0, 1.0),
     )
-    timings = BatchTimes(timeline).take(step_of(RankShard(None, 2, (0,), 1)))
+    timings = BatchTimes(timeline).take(step_of(shard_of(1, 2, encoder=0)))
     assert timings == {"backbone": [], "encoder": [[9.0, 65.0, 2.0], [6.0, 20.0, 0.25]]}
 
 
@@ -121,5 +122,5 @@ def test_work_ahead_counts_in_its_own_step_and_other_stages_do_not_count():
         ("encoder", COMPUTE, "train", 13, 0, 4.0),
         ("encoder", COMPUTE, "train", 21, 0, 5.0),
     )
-    timings = BatchTimes(timeline).take(step_of(RankShard(None, 2, (0,), 1)))
+    timings = BatchTimes(timeline).take(step_of(shard_of(1, 2, encoder=0)))
     assert timings["encoder"] == [[9.0, 65.0, 0.5]]

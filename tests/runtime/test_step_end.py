@@ -24,7 +24,7 @@ from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.step_end import StepEnd
 from flowtrain_lightning.runtime.timeline import Timeline
-from tests.packing.sizes import make_sizes, plan_of
+from tests.packing.sizes import make_sizes, plan_of, shard_of
 from tests.pool.ranks import meshes, open_pools, wait_for
 
 BACKBONE, ENCODER = 0, 1
@@ -44,19 +44,19 @@ class Rank:
         self.metrics = MetricAccumulator()
         self.pool, self.mesh = pool, mesh
         self._end = StepEnd(job, [ENCODER], {"train": self.metrics})
-        self._context = RankContext(pool, None, mesh.page, Timeline())  # type: ignore[arg-type]
+        self._context = RankContext(pool, None, mesh.page, Timeline(), {})  # type: ignore[arg-type]
 
     def agree(self, index: int, note: dict[str, Any] | None) -> StepReport:
         self.metrics.close_microbatch(torch.tensor(6.0), 3)
-        return self._end.agree(self._context, step(index, RankShard(0, 1, (), 1)), note)
+        return self._end.agree(self._context, step(index, shard_of(backbone=0)), note)
 
     def receive(self, index: int, note: dict[str, Any] | None, meanwhile: Callable[[bool], bool]) -> StepReport:
-        return self._end.receive(self._context, step(index, RankShard(None, 1, (0,), 1)), note, meanwhile)
+        return self._end.receive(self._context, step(index, shard_of(encoder=0)), note, meanwhile)
 
 
 def step(index: int, shard: RankShard) -> Step:
     plan = plan_of(make_sizes((10, [4])), 1, 1)
-    return Step(StepBatch(plan, shard, (), (), 0, index), make_program(plan, shard, 4), "train", index, ["encoder"])
+    return Step(StepBatch(plan, shard, (), {}, 0, index), make_program(plan, shard, 4), "train", index, ["encoder"])
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
@@ -100,7 +100,7 @@ def test_ranks_that_share_weights_compare_what_they_have_used(other: StepRecord,
     job: Any = SimpleNamespace(rank=0, allocation=allocation, mesh=None, groups=groups)
     own = StepRecord("layers", {1, 2})
     with pytest.raises(RuntimeError, match=told) if told else nullcontext():
-        assert StepEnd(job, [], {}).compare(step(7, RankShard(0, 1, (), 1)), "backbone", own) == {1}
+        assert StepEnd(job, [], {}).compare(step(7, shard_of(backbone=0)), "backbone", own) == {1}
 
 
 def give_up(is_over: bool) -> bool:

@@ -66,7 +66,7 @@ def test_what_a_device_waits_for_through_the_pool_is_a_stall_though_the_host_goe
     timeline = Timeline(DeviceClock(device.record, now=device.host_clock))
     copies = SimpleNamespace(is_late=True, hand_over=lambda tensors: device.give(2.0))  # an encoder is not done yet
     step = SimpleNamespace(stage="train", index=0)
-    RankContext(None, None, None, timeline).hand_over(copies, [], "backbone", step)
+    RankContext(None, None, None, timeline, {}).hand_over(copies, [], "backbone", step)
     start = timeline.start()
     device.give(1.0)
     timeline.stop(start, "backbone", COMPUTE, "forward", "train", 0, 0)

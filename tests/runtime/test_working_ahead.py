@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from flowtrain_lightning.compute.compute import FeatureSpec
-from flowtrain_lightning.data import RankShard, StepPlan
+from flowtrain_lightning.data import StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.runtime.program import PADDING
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
@@ -25,6 +25,7 @@ from flowtrain_lightning.runtime.working_ahead import AheadTogether
 from flowtrain_lightning.trainer.preemption import LIGHTNINGS_BROADCAST
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
+from tests.packing.sizes import shard_of
 from tests.pool.faults import slowness
 from tests.runtime.interleaving import Interleaving, least_bytes
 from tests.tiny import tiny_data, write_records
@@ -47,7 +48,7 @@ def plans(folder: Path) -> list[StepPlan]:
     """The steps with one encoder and one backbone rank."""
     data = tiny_data(folder / "data", shuffle=False)
     data.setup("fit")
-    steps = replace(data.train_dataloader().steps, shard=RankShard(0, 1, (0,), 1))
+    steps = replace(data.train_dataloader().steps, shard=shard_of(encoder=0, backbone=0))
     return [steps.plan(0, step) for step in range(STEPS)]
 
 
@@ -103,7 +104,7 @@ def test_the_encoder_never_waits_while_there_is_room_and_work(roomy, plans):
     forwards = spans_of(encoder, "encoder", COMPUTE)
     for stall in spans_of(encoder, "encoder", STALL):
         allowed = [step for step in range(STEPS) if step <= stall.step + STEPS_AHEAD]
-        todo = {(step, number) for step in allowed for number in range(len(plans[step].encoder_batches[0]))}
+        todo = {(step, number) for step in allowed for number in range(len(plans[step].batches["encoder"][0]))}
         done = {(span.step, span.number) for span in forwards if span.end <= stall.start}
         missed = todo - done
         assert not missed or stall.end - stall.start < 0.02 * slowness(), f"waited with {sorted(missed)[:3]} to do"
@@ -121,7 +122,7 @@ def test_with_a_full_pool_the_encoder_waits_and_goes_on_as_room_is_given_back(ti
     encoder = tight[1]
     forwards = spans_of(encoder, "encoder", COMPUTE)
     assert {(span.step, span.number) for span in forwards} == {
-        (step, number) for step, plan in enumerate(plans) for number in range(len(plan.encoder_batches[0]))
+        (step, number) for step, plan in enumerate(plans) for number in range(len(plan.batches["encoder"][0]))
     }
     waited = [stall for stall in spans_of(encoder, "encoder", STALL) if stall.end - stall.start > 0.02]
     assert waited
@@ -134,7 +135,7 @@ def test_with_a_full_pool_the_encoder_waits_and_goes_on_as_room_is_given_back(ti
 
 
 def nbytes(plans: list[StepPlan], forward: Span) -> int:
-    entries = [entry.rows for entry in plans[forward.step].entries if entry.encoder_batch == forward.number]
+    entries = [entry.rows for entry in plans[forward.step].entries if entry.maker.number == forward.number]
     return sum(SPEC.entry_nbytes(entries))
 
 

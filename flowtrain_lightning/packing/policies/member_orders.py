@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.packing.step_graph import Pass
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan, Turn
 
 
@@ -28,45 +29,36 @@ class MemberOrder(NamedTuple):
 
 
 def member_orders(
-    plan: StepPlan,
-    members: Iterable[int],
-    kept_batches: int,
-    *,
-    meet: bool,
-    of_role: Iterable[int] | None = None,
-    colocated: Collection[int],
-    in_fixed_order: bool,
-    readers_meet: int,
+    plan: StepPlan, members: StepMembers, role: str, kept_batches: int, only: Iterable[int] | None = None
 ) -> list[MemberOrder]:
-    """The orders of some encoder members.
+    """The orders of a role's members.
 
     Args:
         plan: who encodes and who reads what.
-        members: which of the encoder's, or of all encoders'.
-        kept_batches: encoder batches of a member whose activations may be kept at a time.
-        meet: members need each other in a pass: each has a batch in every turn, if only an empty one.
-        of_role: all members of their role, which meet; None where there is one such role.
-        colocated: members whose ranks have a backbone lane, too.
-        in_fixed_order: these take turns in a fixed order.
-        readers_meet: neighbouring members of the role that reads which begin each microbatch together.
+        members: of all roles.
+        role: one that encodes.
+        kept_batches: batches of a member whose activations may be kept at a time.
+        only: which of its members; None: all.
     """
     orders = []
     kept, recomputed = kept_batches, None
-    together = [*(range(len(plan.encoder_batches)) if of_role is None else of_role)] if meet else []
-    turns = plan.turns_of(together)
-    for member in members:
-        if meet or (in_fixed_order and member in colocated):
-            own = turns if meet else plan.encoder_turns[member]
-            orders.append(_in_lockstep(own, plan.turns_until(own, together or [member]), kept_batches))
+    meet, everyone = bool(members.meeting(role).passes), range(len(plan.batches[role]))
+    colocated = {member for member, _ in members.colocated.get(role, ())}
+    turns = plan.turns_of(role) if meet else ()
+    for member in everyone if only is None else only:
+        if meet or (members.in_fixed_order and member in colocated):
+            own = turns if meet else plan.turns[role][member]
+            until = plan.turns_until(role, own, everyone if meet else [member])
+            orders.append(_in_lockstep(own, until, kept_batches))
             continue
         if recomputed is None:
-            if colocated and len(plan.encoder_batches) == len(plan.microbatches) == 1:
+            readers_meet = members.meeting(members.trunk).together
+            if colocated and len(plan.makers) == len(plan.microbatches) == 1:
                 kept = _fewest_kept(plan, kept_batches)
-            recomputed = recomputed_batches(plan, kept, readers_meet)
-        numbers = [number for number, media in enumerate(plan.encoder_batches[member]) if len(media)]
+            recomputed = recomputed_batches(plan, kept, readers_meet)[role]
+        numbers = [number for number, media in enumerate(plan.batches[role][member]) if len(media)]
         passes = tuple(forwards_first(numbers, kept, recomputed[member]))
-        until = plan.read_until[member]
-        orders.append(MemberOrder(plan.encoder_turns[member], passes, recomputed[member], until))
+        orders.append(MemberOrder(plan.turns[role][member], passes, recomputed[member], plan.read_until[role][member]))
     return orders
 
 

@@ -20,9 +20,9 @@ def steps_of(data):
 def test_media_of_ones_own_are_packed_by_modality_with_the_places_of_their_rows():
     assert isinstance(Memory(), SampleSource)
     for batch in steps_of(memory_data()):
-        each = len(batch.encoder_batches) // len(batch.microbatches)
+        each = len(batch.media["encoder"]) // len(batch.microbatches)
         for number, packed in enumerate(batch.microbatches):
-            media = [item for item in batch.encoder_batches[number * each : (number + 1) * each] if item is not None]
+            media = [item for item in batch.media["encoder"][number * each : (number + 1) * each] if item is not None]
             assert [item.modality for item in media] == list(packed.media_positions)
             for item in media:
                 places = packed.media_positions[item.modality]
@@ -34,7 +34,7 @@ def test_media_of_ones_own_are_packed_by_modality_with_the_places_of_their_rows(
 def test_samples_of_ones_own_stand_beside_those_of_files(tmp_path):
     file = write_records(tmp_path, 12)
     data = tiny_data(tmp_path, train=[file, Memory()], shuffle=False, images=IMAGES)
-    modalities = {item.modality for batch in steps_of(data) for item in batch.encoder_batches if item is not None}
+    modalities = {item.modality for batch in steps_of(data) for item in batch.media["encoder"] if item is not None}
     assert modalities == {"image", "audio"}
 
 

@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 
-from flowtrain_lightning.data import Mixture, RankShard
+from flowtrain_lightning.data import Mixture
 from tests.data.sources.test_stores import FORMS, as_dataset, as_parquet
 from tests.data.support import TOKEN_STEPS, Recorder, SaveAlways, data_module, quiet_trainer, trained, write_set
+from tests.packing.sizes import shard_of
 
 SETTINGS = {"max_epochs": 2, "num_sanity_val_steps": 0}
 
@@ -91,6 +92,6 @@ def test_a_run_that_was_killed_reads_exactly_the_rest_on_other_ranks(tmp_path, s
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         data, model = build(), Recorder()
         trainer = quiet_trainer(tmp_path, **SETTINGS)
-        trainer.strategy.rank_shard = RankShard(1, 2, (), 1)
+        trainer.strategy.rank_shard = shard_of(1, 2, backbone=1)
         trainer.fit(model, data, ckpt_path=tmp_path / f"batch-{done}.ckpt", weights_only=True)
         assert model.trained == whole[done:], done

@@ -105,7 +105,7 @@ def test_a_training_is_the_same_from_every_kind_of_store(file, tmp_path, kind):
     plain = data_module(file, **cached)
     plain.setup("fit")
     for batch, other in zip(data.train_dataloader(), plain.train_dataloader(), strict=True):
-        for packed, same in zip(batch.encoder_batches, other.encoder_batches, strict=True):
+        for packed, same in zip(batch.media["encoder"], other.media["encoder"], strict=True):
             assert (packed is None and same is None) or packed.patches.equal(same.patches)
 
 

@@ -14,31 +14,36 @@ from flowtrain_lightning.packing.step_work import PassTimes, StepRules, step_wor
 from tests.packing.sizes import FEATURES, RANKS, make_sizes, plan_of, sizes_strategy
 
 
+def recomputed(plan: StepPlan, kept: int) -> tuple[frozenset[int], ...]:
+    """The batches of each encoder member."""
+    return recomputed_batches(plan, kept)["encoder"]
+
+
 @given(sizes_strategy(), RANKS, RANKS)
 def test_where_all_may_be_kept_nothing_is_recomputed(sizes, encoders, backbones):
-    assert not any(recomputed_batches(plan_of(sizes, encoders, backbones), kept_batches=1000))
+    assert not any(recomputed(plan_of(sizes, encoders, backbones), 1000))
 
 
 @given(sizes_strategy(), RANKS, RANKS)
 def test_where_none_may_be_kept_everything_is_recomputed(sizes, encoders, backbones):
     plan = plan_of(sizes, encoders, backbones)
     everything = tuple(
-        frozenset(number for number, media in enumerate(batches) if len(media)) for batches in plan.encoder_batches
+        frozenset(number for number, media in enumerate(batches) if len(media)) for batches in plan.batches["encoder"]
     )
-    assert recomputed_batches(plan, kept_batches=0) == everything
+    assert recomputed(plan, 0) == everything
 
 
 @given(sizes_strategy(), RANKS, RANKS, st.integers(0, 5))
 def test_a_larger_limit_never_recomputes_more(sizes, encoders, backbones, limit):
     plan = plan_of(sizes, encoders, backbones)
-    less, more = recomputed_batches(plan, limit), recomputed_batches(plan, limit + 1)
+    less, more = recomputed(plan, limit), recomputed(plan, limit + 1)
     assert sum(map(len, more)) <= sum(map(len, less))
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_one_encoder_rank_that_feeds_one_backbone_rank_recomputes_nothing(limit):
     plan = plan_of(make_sizes(*[(20, [10])] * 12), 1, 1)
-    assert recomputed_batches(plan, limit) == (frozenset(),)
+    assert recomputed(plan, limit) == (frozenset(),)
 
 
 @given(sizes_strategy(), RANKS, RANKS, st.integers(0, 3), st.randoms(use_true_random=False))
@@ -46,17 +51,17 @@ def test_only_recomputed_batches_keep_a_step_from_blocking_whatever_takes_how_lo
     sizes, encoders, backbones, limit, random
 ):
     plan = plan_of(sizes, encoders, backbones)
-    recomputed = recomputed_batches(plan, limit)
+    marked = recomputed_batches(plan, limit)
 
-    def simulate(marked):
+    def simulate(again):
         def passes(_):
             return PassTimes(random.random(), 0.1 + random.random())
 
-        work = step_work(plan, passes, passes, marked)
+        work = step_work(plan, {"backbone": passes, "encoder": passes}, again)
         return simulate_step(work, StepRules.separate(work, [FEATURES], in_flight={"encoder": limit}))
 
-    simulate(recomputed)
-    if any(recomputed):
+    simulate(marked)
+    if any(marked["encoder"]):
         with pytest.raises(BlockedError, match="Allow more batches in flight"):
             simulate(None)
 
@@ -64,7 +69,7 @@ def test_only_recomputed_batches_keep_a_step_from_blocking_whatever_takes_how_lo
 @given(sizes_strategy(), RANKS, RANKS, st.integers(0, 5), st.data())
 def test_no_order_of_events_blocks_or_keeps_more_than_the_limit(sizes, encoders, backbones, limit, data):
     plan = plan_of(sizes, encoders, backbones)
-    step = AnyOrder(plan, limit, recomputed_batches(plan, limit))
+    step = AnyOrder(plan, limit, recomputed(plan, limit))
     while not step.is_over:
         events = step.possible_events()
         assert events, "every rank waits"
@@ -77,7 +82,7 @@ class AnyOrder:
 
     def __init__(self, plan: StepPlan, limit: int, recomputed: tuple[frozenset[int], ...]) -> None:
         self.plan, self.limit, self.recomputed = plan, limit, recomputed
-        self.batches = [[n for n, media in enumerate(of_rank) if len(media)] for of_rank in plan.encoder_batches]
+        self.batches = [[n for n, media in enumerate(of_rank) if len(media)] for of_rank in plan.batches["encoder"]]
         self.done = [0] * len(plan.microbatches)
         self.forwards = [0] * len(self.batches)
         self.backwards = [0] * len(self.batches)
@@ -112,15 +117,16 @@ class AnyOrder:
 
     def has_features(self, rank: int) -> bool:
         return all(
-            self.batches[entry.encoder_rank].index(entry.encoder_batch) < self.forwards[entry.encoder_rank]
+            self.batches[entry.maker.member].index(entry.maker.number) < self.forwards[entry.maker.member]
             for entry in self.plan.entries
-            if (entry.backbone_rank, entry.microbatch) == (rank, self.done[rank])
+            if entry.readers == (("backbone", rank, self.done[rank]),)
         )
 
     def has_gradients(self, rank: int) -> bool:
         number = self.batches[rank][self.backwards[rank]]
         return all(
-            entry.microbatch < self.done[entry.backbone_rank]
+            reader.number < self.done[reader.member]
             for entry in self.plan.entries
-            if (entry.encoder_rank, entry.encoder_batch) == (rank, number)
+            for reader in entry.readers
+            if entry.maker == ("encoder", rank, number)
         )

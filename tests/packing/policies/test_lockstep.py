@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.runtime.program import PADDING
 from flowtrain_lightning.runtime.program_of_plan import make_program
-from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, sizes_strategy
+from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, shard_of, sizes_strategy
 
 
 @pytest.mark.parametrize(
@@ -40,11 +39,10 @@ def test_of_a_position_with_more_batches_than_may_be_kept_the_others_are_recompu
 def test_encoder_ranks_that_share_weights_have_one_order_of_work(sizes, encoders, backbones, kept, budget):
     plan = plan_of(sizes, encoders, backbones, encoder_budget=budget)
     shards = [
-        RankShard(None, backbones, (rank,), encoders, meets={"encoder": meeting_of(encoders)})
-        for rank in range(encoders)
+        shard_of(encoders, backbones, encoder=rank, meets={"encoder": meeting_of(encoders)}) for rank in range(encoders)
     ]
     programs = [make_program(plan, shard, kept) for shard in shards]
     assert len({program.roles["encoder"].passes for program in programs}) == 1
     for rank, program in enumerate(programs):
         real = [batch.number for batch in program.roles["encoder"].batches.values() if batch.number != PADDING]
-        assert real == list(range(len(plan.encoder_batches[rank])))
+        assert real == list(range(len(plan.batches["encoder"][rank])))

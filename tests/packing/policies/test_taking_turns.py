@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
 from flowtrain_lightning.runtime.program_of_plan import make_program
-from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, sizes_strategy
+from tests.packing.sizes import BUDGETS, RANKS, meeting_of, plan_of, shard_of, sizes_strategy
 
 
 @given(sizes_strategy(20), RANKS, st.integers(0, 3), st.booleans(), BUDGETS, st.booleans())
@@ -18,7 +17,7 @@ def test_no_turn_comes_before_what_it_waits_for(sizes, ranks, kept, trains, budg
     plan = plan_of(sizes, ranks, ranks, encoder_budget=budget)
     for rank in range(ranks):
         meets = {role: meeting_of(ranks) for role in ("backbone", "encoder")[: 1 + pads]}
-        shard = RankShard(rank, ranks, (rank,), ranks, meets=meets)
+        shard = shard_of(ranks, ranks, encoder=rank, backbone=rank, meets=meets)
         program = make_program(plan, shard, kept)
         trained = ["backbone", "encoder"] if trains else ["backbone"]
         (lane,) = program.lanes(trained)

@@ -1,0 +1,62 @@
+"""The data-parallel members that work on a step: how many each role has, where they are, and which need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flowtrain_lightning.packing.role_graph import ROLES, RoleGraph, graph_of
+from flowtrain_lightning.packing.step_graph import Meeting, any_binds
+
+TWO_ROLES = graph_of(ROLES)
+"""The graph of a module that names no roles of its own."""
+
+
+@dataclass(frozen=True)
+class StepMembers:
+    """The data-parallel members of all roles. Each works on batches of its own; its ranks share them.
+
+    Attributes:
+        counts: role -> its members.
+        graph: the roles, and what flows between them.
+        nodes: role -> the node of each member, so that media items are encoded near their readers; empty where there is
+            one node.
+        colocated: producer -> its member and the trunk's member of each process that has both; without the producers
+            that share no process with the trunk.
+        meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
+        local: every rank encodes just the media that it reads (plain Lightning).
+        producers_per_rank: for how many roles that encode a rank works at most.
+    """
+
+    counts: Mapping[str, int]
+    graph: RoleGraph = TWO_ROLES
+    nodes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    colocated: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    meets: Mapping[str, Meeting] = field(default_factory=dict)
+    local: bool = False
+    producers_per_rank: int = 1
+
+    @property
+    def trunk(self) -> str:
+        """The role that reads features and computes the loss."""
+        return self.graph.trunk
+
+    @property
+    def producers(self) -> tuple[str, ...]:
+        """The roles that encode."""
+        return self.graph.producers
+
+    @property
+    def in_fixed_order(self) -> bool:
+        """Ranks need each other in some pass, so that one of several roles takes turns in a fixed order."""
+        return any_binds(self.meets)
+
+    @property
+    def some_only_encode(self) -> bool:
+        """Some members that encode share their processes with the trunk, and others do not."""
+        shared = sum(len({member for member, _ in pairs}) for pairs in self.colocated.values())
+        return 0 < shared < sum(self.counts[role] for role in self.producers)
+
+    def meeting(self, role: str) -> Meeting:
+        """The ranks of a role that begin a pass together."""
+        return self.meets.get(role, Meeting())
