@@ -107,6 +107,8 @@ def local_encoder_batches(
 
 def divided_by_modality(batches: Batches, sizes: SampleSizes) -> Batches:
     """In the place of every batch one for each modality of the step, by name; some may be empty."""
+    if sizes.media_modality is None:
+        return batches
     return tuple(
         tuple(
             np.array([item for item in batch if sizes.modality_of(item) == modality], dtype=np.int64)

@@ -171,6 +171,12 @@ class StepPlan:
         return self.sizes.tokens if role == self.graph.trunk else self.sizes.media_patches
 
     @cached_property
+    def encoded(self) -> IntArray:
+        """The numbers of the media items that are encoded, ascending."""
+        everyone = np.arange(len(self.sizes.media_rows), dtype=np.int64)
+        return everyone if self.encoded_as is None else np.flatnonzero(self.encoded_as == everyone)
+
+    @cached_property
     def makers(self) -> tuple[tuple[str, int], ...]:
         """Role and number of every member that encodes, one role after another."""
         return tuple((role, member) for role in self.graph.producers for member in range(len(self.batches[role])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -71,7 +71,7 @@ def plan_step(
     _refuse_bad_samples(sizes, samples, token_budget)
     if not members.local:
         _refuse_other_modalities(sizes, members)
-    trunk, graph, alike = members.trunk, members.graph, sizes.alike
+    trunk, graph = members.trunk, members.graph
     if microbatches is None:
         microbatches = pack_microbatches(
             sizes.tokens, ranks=members.counts[trunk], token_budget=token_budget, cost=cost, sync_every=sync_every
@@ -80,42 +80,51 @@ def plan_step(
     if encoder_cost is None or members.local or members.colocated or not graph.is_simple:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another.
-        weights = sizes.media_patches.astype(np.float64) if graph.is_simple else _shares(sizes, media_costs)
-        order = media_order(_media_per_position(microbatches, sizes, costs_once(alike, weights)))
-        microbatches = tuple(tuple(own[position] for position in order) for own in microbatches)
+        microbatches = _by_media(microbatches, sizes, None if graph.is_simple else media_costs)
     else:
-        once = costs_once(alike, media_costs)
         encoding = sum(members.counts[role] for role in members.producers)
+        once = costs_once(sizes.alike, media_costs)
         microbatches = _ordered(microbatches, sizes, encoding, token_budget, cost, once, sync_every)
     reader, position = StepPlan(samples, sizes, {trunk: microbatches}, graph).readers
-    shared = encoded_as(alike, reader, position, local=members.local)
-    media = np.arange(len(reader)) if shared is None else np.flatnonzero(shared == np.arange(len(reader)))
-    if members.local:
-        (role,) = members.producers
-        ranks, positions = len(microbatches), len(microbatches[0])
-        batches = {role: local_encoder_batches(reader, position, media, ranks=ranks, positions=positions)}
-    else:
-        read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
-        dealt = _dealt(media_costs, media, read, members, cost, sync_every)
-        batches = {
-            role: within_budget(side_by_side(own, read), sizes.media_patches, encoder_budget)
-            for role, own in dealt.items()
-        }
-    microbatches = _by_source(microbatches, tuple(chain(*batches.values())), sizes, shared)
+    shared = encoded_as(sizes.alike, reader, position, local=members.local)
+    read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
+    batches = _local(read, members) if members.local else _dealt(media_costs, read, members, cost, sync_every)
     if members.local:  # features come in the order of the samples there, however many batches they are of
-        by_modality = batches[role] if sizes.media_modality is None else divided_by_modality(batches[role], sizes)
-        batches = {role: within_budget(by_modality, sizes.media_patches, encoder_budget)}
+        microbatches = _by_source(microbatches, batches, sizes, shared)
+        batches = {role: divided_by_modality(own, sizes) for role, own in batches.items()}
+    batches = {role: within_budget(own, sizes.media_patches, encoder_budget) for role, own in batches.items()}
+    if not members.local:
+        microbatches = _by_source(microbatches, batches, sizes, shared)
     return StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
 
 
+def _by_media(microbatches: Batches, sizes: SampleSizes, costs: FloatArray | None) -> Batches:
+    """The microbatches in the order of `media_order`.
+
+    Args:
+        microbatches: of all members.
+        sizes: of the samples.
+        costs: ``[media items]`` what encoding each costs, compared within its modality; None counts their patches.
+    """
+    weights = sizes.media_patches.astype(np.float64) if costs is None else _shares(sizes, costs)
+    order = media_order(_media_per_position(microbatches, sizes, costs_once(sizes.alike, weights)))
+    return tuple(tuple(own[position] for position in order) for own in microbatches)
+
+
+def _local(plan: StepPlan, members: StepMembers) -> dict[str, Batches]:
+    """The batches of ranks that encode what they read, one for each microbatch."""
+    (role,) = members.producers
+    ranks, positions = len(plan.microbatches), len(plan.microbatches[0])
+    return {role: local_encoder_batches(*plan.readers, plan.encoded, ranks=ranks, positions=positions)}
+
+
 def _dealt(
-    costs: FloatArray, media: IntArray, plan: StepPlan, members: StepMembers, cost: CostModel, sync_every: SyncEvery
+    costs: FloatArray, plan: StepPlan, members: StepMembers, cost: CostModel, sync_every: SyncEvery
 ) -> dict[str, Batches]:
     """Role that encodes -> its batches, not yet cut.
 
     Args:
         costs: ``[media items]`` what encoding each costs; those of two roles are never compared.
-        media: the numbers of those that are encoded.
         plan: says who reads them.
         members: of all roles.
         cost: what a packed set of sequences costs the trunk.
@@ -124,11 +133,13 @@ def _dealt(
     dealt = {}
     for role in members.producers:
         modality, pairs, busy = members.graph.modality_of(role), members.colocated.get(role, ()), None
-        own = media if modality is None else np.intersect1d(plan.sizes.of_modality(modality), media, assume_unique=True)
+        own = plan.encoded
+        if modality is not None:
+            own = np.intersect1d(plan.sizes.of_modality(modality), own, assume_unique=True)
         alone = modality is None  # what one encoder does beside another is not weighed
         if alone and members.some_only_encode:
             busy = _beside_encoding(plan, cost, sync_every, members.counts[role], pairs)
-        dealt[role] = pack_encoder_batches(
+        batches = pack_encoder_batches(
             costs,
             *plan.readers,
             own,
@@ -139,6 +150,7 @@ def _dealt(
             nodes=members.nodes.get(role, ()),
             reader_nodes=members.nodes.get(members.trunk, ()),
         )
+        dealt[role] = side_by_side(batches, plan)
     return dealt
 
 
@@ -214,13 +226,15 @@ def _shares(sizes: SampleSizes, media_costs: FloatArray) -> FloatArray:
     return shares
 
 
-def _by_source(microbatches: Batches, batches: Batches, sizes: SampleSizes, shared: IntArray | None) -> Batches:
+def _by_source(
+    microbatches: Batches, batches: Mapping[str, Batches], sizes: SampleSizes, shared: IntArray | None
+) -> Batches:
     """The same microbatches, with sequences side by side whose features come from one encoder batch.
 
     What one batch hands to a microbatch is then copied in one piece. Sequences without media come first.
     """
     batch_of = np.zeros(len(sizes.media_rows), dtype=np.int64)
-    for number, media in enumerate(batch for of_ranks in zip_longest(*batches) for batch in of_ranks):
+    for number, media in enumerate(chain(*zip_longest(*chain(*batches.values())))):
         if media is not None:
             batch_of[media] = number
     batch_of = batch_of if shared is None else batch_of[shared]

@@ -84,7 +84,7 @@ def test_validation_keeps_order_and_tail_and_sees_no_augmentation(file, tmp_path
     assert [sample for step in model.validated for sample in step] == list(range(18))
     pairs = []
     for name in ("val_dataloader", "train_dataloader"):
-        left, right = (next(iter(getattr(data, name)())).encoder_batches[0] for data in (plain, augmented))
+        left, right = (next(iter(getattr(data, name)())).media["encoder"][0] for data in (plain, augmented))
         pairs.append(torch.equal(left.patches, right.patches))
     assert pairs == [True, False]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.pool import Key, Mesh, PoolError, Tier, open_device_tier
 from flowtrain_lightning.runtime import pool_capacity
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
@@ -21,7 +22,8 @@ MIB = 1 << 20
 
 def capacity_of(mesh: Mesh) -> PoolCapacity:
     """A rank's, on the device that `open_device_tier` is given in place of a GPU."""
-    job, compute = SimpleNamespace(mesh=mesh), SimpleNamespace(specs={}, device=torch.device("cpu"))
+    job = SimpleNamespace(mesh=mesh, allocation=default_allocation(2))
+    compute = SimpleNamespace(specs={}, device=torch.device("cpu"))
     return PoolCapacity(torch.nn.Module(), job, compute, Timeline(), PoolSettings())  # type: ignore[arg-type]
 
 
