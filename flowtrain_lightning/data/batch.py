@@ -124,6 +124,20 @@ class PackedMedia:
         )
 
     @property
+    def first_moment(self) -> PackedMedia:
+        """Of one video its first moment, as a video by itself; anything else as it is."""
+        clip = self.clips[0] if len(self.clips) == 1 else None
+        if clip is None or clip.moments == 1 or self.rows[0] % clip.moments:
+            return self
+        return replace(
+            self,
+            pixels=self.pixels[: len(self.pixels) // clip.moments],
+            cu_seqlens=self.cu_seqlens[:2],
+            rows=(self.rows[0] // clip.moments,),
+            clips=(clip._replace(moments=1),),
+        )
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that move to a device."""
         given = (self.normalisation,) if self.normalisation is not None else ()
@@ -236,7 +250,8 @@ class StepBatch:
             trunk.
         media: role of this rank that encodes -> its batches in order; None where one is empty.
         padding_media: role -> what this rank encodes for it, for nothing, where only others have an encoder batch: the
-            smallest media item of the step that the role encodes. Without roles that have no need.
+            smallest media item of the step that the role encodes, of a video its first moment. Without roles that have
+            no need.
         epoch: the epoch of the step.
         step: the step's number within its epoch.
         following: ``following(n)`` is the n-th next batch (from 1) of the same loader on this rank, or None past

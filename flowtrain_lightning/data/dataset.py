@@ -233,7 +233,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 smallest = items[[plan.sizes.media_patches[items].argmin()]]
                 padding = self._encoder_batch(plan, smallest, epoch, record_of, role)
                 assert padding is not None
-                padding_media[role] = padding
+                padding_media[role] = padding.first_moment
         return StepBatch(plan, shard, microbatches, media, epoch, step, padding_media)
 
     def _needed(self, plan: StepPlan) -> list[int]:

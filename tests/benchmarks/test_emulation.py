@@ -70,9 +70,8 @@ def test_one_picture_that_nobody_reads_may_have_no_gradient(folder, module):
     data = emulated_data(folder, global_batch_size=12, token_budget=8192)
     data.setup("fit")
     steps = data.train_dataloader().steps
-    padding = (
-        replace(steps, shard=replace(steps.shard, meets={"encoder": meeting_of(2)})).load(0, 0).padding_media["encoder"]
-    )
+    members = replace(steps.shard.members, meets={"encoder": meeting_of(2)})
+    padding = replace(steps, shard=replace(steps.shard, members=members)).load(0, 0).padding_media["encoder"]
     features = module.encode(padding)
     features.backward(torch.zeros_like(features))
     with pytest.raises(RuntimeError, match="gradients of"):

@@ -81,5 +81,14 @@ def test_videos_and_images_lie_in_one_encoder_batch(tmp_path):
     assert pack_media([image]).clips == ()
 
 
+def test_the_first_moment_of_a_video_is_a_video_by_itself(tmp_path):
+    write_clip(tmp_path / "a.mkv", 4, 4, 8, 2)
+    whole = pack_media([VIDEOS.load(VideoFile(tmp_path / "a.mkv"))])
+    first = whole.first_moment
+    assert first.clips == (whole.clips[0]._replace(moments=1),)
+    assert (first.rows, first.cu_seqlens.tolist(), len(first.pixels)) == ((2,), [0, 8], 16)
+    assert first.first_moment is first
+
+
 def test_another_rule_has_another_fingerprint():
     assert VIDEOS.fingerprint != VideoProcessor(**TINY, fps=1.0).fingerprint
