@@ -53,11 +53,20 @@ class Clip(NamedTuple):
         moments: how many there are.
         frames: of one moment; the encoder takes them together.
         seconds: from one moment to the next.
+        before: moments of the whole video that come before these, where it is in pieces.
+        behind: those that come behind them.
     """
 
     moments: int
     frames: int
     seconds: float
+    before: int = 0
+    behind: int = 0
+
+    def between(self, begin: int, end: int) -> Clip:
+        """Some of these moments, from ``begin`` to before ``end``."""
+        before, behind = self.before + begin, self.behind + self.moments - end
+        return self._replace(moments=end - begin, before=before, behind=behind)
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class PackedMedia:
             pixels=self.pixels[: len(self.pixels) // clip.moments],
             cu_seqlens=self.cu_seqlens[:2],
             rows=(self.rows[0] // clip.moments,),
-            clips=(clip._replace(moments=1),),
+            clips=(clip.between(0, 1),),
         )
 
     @property

@@ -22,7 +22,7 @@ from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
 from flowtrain_lightning.data.dataloader import StepLoader
-from flowtrain_lightning.data.dataset import Augment, SampleLoader, StepDataset
+from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
 from flowtrain_lightning.data.feature_store import KeepFeatures
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -33,6 +33,7 @@ from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.record_fields import ignored_names
+from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
@@ -445,7 +446,10 @@ class FlowDataModule(L.LightningDataModule):
         unset = frozenset(name for name, value in sections.items() if value is None)
         sampling, in_effect = self._steps(stage, source), self._packing_in_effect()
         _warn_of_idle_ranks(sampling, shard)
-        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset)
+        module = getattr(self.trainer, "lightning_module", None)
+        # Features are kept by whole files.
+        cuts_clips = getattr(module, "encodes_moments_apart", False) and self.keep_features is None
+        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset, cuts_clips=cuts_clips)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
             steps,
@@ -453,7 +457,7 @@ class FlowDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
-            prepare_media=getattr(getattr(self.trainer, "lightning_module", None), "prepare_media", None),
+            prepare_media=getattr(module, "prepare_media", None),
             keeping=self._keeping(shard),
         )
         self._loaders.add(loader)

@@ -32,6 +32,17 @@ class LoadedMedia(NamedTuple):
     clip: Clip | None = None
     modality: str = IMAGE
 
+    def moments(self, begin: int, end: int) -> LoadedMedia:
+        """Some moments of a clip, from ``begin`` to before ``end``; an image as it is."""
+        if self.clip is None:
+            return self
+        pixels, rows = len(self.pixels) // self.clip.moments, self.rows // self.clip.moments
+        return self._replace(
+            pixels=self.pixels[begin * pixels : end * pixels],
+            rows=(end - begin) * rows,
+            clip=self.clip.between(begin, end),
+        )
+
     @property
     def patches(self) -> NDArray[np.float32]:
         """``[patches, patch_dim]`` floats."""

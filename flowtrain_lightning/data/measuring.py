@@ -106,6 +106,7 @@ class MeasuredMedia(NamedTuple):
         animated: how many are animated images.
         status: their files.
         content: ``[media items]`` equal numbers for equal media items, see `SampleSizes`.
+        moments: ``[media items]`` of each clip; 1 of an image.
     """
 
     patches: IntArray
@@ -114,20 +115,22 @@ class MeasuredMedia(NamedTuple):
     animated: int
     status: MediaStatus
     content: IntArray
+    moments: IntArray
 
     @classmethod
     def none(cls, *, usable: bool) -> MeasuredMedia:
         """That of a record without media, or of one whose media cannot be used."""
         nothing = np.empty(0, np.int64)
-        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing)
+        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing, nothing)
 
 
 class _Size(NamedTuple):
-    """The patches and the rows of features of one media item, and whether it is an animated image."""
+    """The patches and the rows of features of one media item, whether it is an animated image, and its moments."""
 
     patches: int
     rows: int
     animated: bool = False
+    moments: int = 1
 
 
 class MeasuredRecords(NamedTuple):
@@ -167,9 +170,10 @@ def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> M
             if measure.unreadable == "drop":
                 return MeasuredMedia.none(usable=False)
             raise unusable(item, record, error) from error
-    table = np.asarray(sizes, np.int64).reshape(-1, 3)
+    table = np.asarray(sizes, np.int64).reshape(-1, 4)
     content = content_numbers(record.files, status, alone=len(record.media) == 1)
-    return MeasuredMedia(table[:, 0], table[:, 1], True, int(table[:, 2].sum()), status, content)
+    patches, rows, animated, moments = table.T
+    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, moments)
 
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
@@ -202,7 +206,8 @@ def _measured_video(video: VideoFile, record: Record, measure: Measure) -> _Size
     if measure.unreadable == "drop":
         for _ in decode_frames(video, sampled.frames):
             pass
-    return _Size(sampled.patches, measure.videos.rows_of_features(sampled))
+    rows = measure.videos.rows_of_features(sampled)
+    return _Size(sampled.patches, rows, moments=sampled.clip.moments)
 
 
 def measure_records(
@@ -222,7 +227,7 @@ def measure_records(
     records = [measure.reaching(record) for record in records]
     with_media = threads.map(lambda record: measured_media(record, measure, folder), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
-    usable, columns, rows, patches, content = [], [], [nothing], [nothing], [nothing]
+    usable, columns, rows, patches, content, moments = [], [], [nothing], [nothing], [nothing], [nothing]
     animated, status = 0, []
     for record in records:
         media = next(with_media) if record.media else MeasuredMedia.none(usable=True)
@@ -236,6 +241,7 @@ def measure_records(
         rows.append(media.rows[:items])
         patches.append(media.patches[:items])
         content.append(media.content[:items])
+        moments.append(media.moments[:items])
         status.append(media.status.first(items))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
     sizes = SampleSizes(
@@ -245,6 +251,7 @@ def measure_records(
         media_rows=np.concatenate(rows),
         media_patches=np.concatenate(patches),
         media_content=np.concatenate(content),
+        media_moments=np.concatenate(moments),
     )
     return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated, MediaStatus.joined(status))
 
@@ -260,17 +267,16 @@ def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:
         media_rows=np.concatenate([nothing, *(part.media_rows for part in parts)]),
         media_patches=np.concatenate([nothing, *(part.media_patches for part in parts)]),
         media_modality=_joined_modalities(parts),
-        media_content=_joined_content(parts),
+        media_content=_joined([(part.media_content, len(part.media_rows)) for part in parts], unknown=-1),
+        media_moments=_joined([(part.media_moments, len(part.media_rows)) for part in parts], unknown=1),
     )
 
 
-def _joined_content(parts: Sequence[SampleSizes]) -> IntArray | None:
-    if all(part.media_content is None for part in parts):
+def _joined(parts: Sequence[tuple[IntArray | None, int]], unknown: int) -> IntArray | None:
+    """Numbers of media items one after another; ``unknown`` for all of a part, of so many, where it says nothing."""
+    if all(numbers is None for numbers, _ in parts):
         return None
-    unknown = (np.full(len(part.media_rows), -1) for part in parts)
-    return np.concatenate(
-        [some if part.media_content is None else part.media_content for part, some in zip(parts, unknown, strict=True)]
-    )
+    return np.concatenate([np.full(count, unknown) if numbers is None else numbers for numbers, count in parts])
 
 
 def _joined_modalities(parts: Sequence[SampleSizes]) -> NameArray | None:

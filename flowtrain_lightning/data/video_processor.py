@@ -182,24 +182,30 @@ class VideoProcessor:
         """Rows of features, that is backbone tokens, of a video."""
         return sampled.patches // self.merge_size**2
 
-    def load(self, video: VideoFile) -> LoadedMedia:
+    def load(self, video: VideoFile, moments: tuple[int, int] | None = None) -> LoadedMedia:
         """The video's patches in the encoder's order: moment by moment, and of each patch frame by frame.
+
+        Args:
+            video: the video.
+            moments: from which to before which; None: all. Nothing behind them is decoded.
 
         Raises:
             VideoError: it cannot be decoded.
         """
         header = read_video_header(video)
-        sampled = self.sample(header)
-        frames = [self._patches(frame, sampled.grid) for frame in decode_frames(video, sampled.frames)]
-        frames += frames[-1:] * (-len(frames) % self.temporal_patch_size)
-        patches = np.stack(frames).reshape(*sampled.clip[:2], -1, frames[0].shape[-1]).swapaxes(1, 2)
+        sampled, together = self.sample(header), self.temporal_patch_size
+        begin, end = moments or (0, sampled.clip.moments)
+        numbers = sampled.frames[begin * together : end * together]
+        frames = [self._patches(frame, sampled.grid) for frame in decode_frames(video, numbers)]
+        frames += frames[-1:] * (-len(frames) % together)
+        patches = np.stack(frames).reshape(end - begin, together, -1, frames[0].shape[-1]).swapaxes(1, 2)
         return LoadedMedia(
             patches.reshape(-1, frames[0].shape[-1]),
             sampled.grid,
-            self.rows_of_features(sampled),
+            self.rows_of_features(sampled) * (end - begin) // sampled.clip.moments,
             self.normalisation,
             (header.height, header.width),
-            sampled.clip,
+            sampled.clip.between(begin, end),
         )
 
     def _patches(self, frame: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.uint8]:

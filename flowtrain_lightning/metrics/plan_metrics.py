@@ -55,7 +55,7 @@ class Throughput(PlanMetric):
         """See `PlanMetric`."""
         self.samples += len(plan.samples)
         self.tokens += int(plan.sizes.tokens.sum())
-        self.media_items += len(plan.sizes.media_patches)
+        self.media_items += plan.sizes.media_items
         self.seconds += seconds
 
     def compute(self) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ class QwenVLM(HuggingFaceVLM):
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
     projector: ClassVar[tuple[str, ...]] = ("model.model.visual.merger", "model.model.visual.deepstack_merger_list")
+    encodes_moments_apart: ClassVar[bool] = True
 
     def check_config(self, config: Any) -> None:
         """Refuses configs of other families, and mixtures whose experts are to be balanced by a loss of their own.
@@ -234,32 +235,36 @@ def media_offsets(
     goes on after the largest height or width.
 
     Args:
-        media: images and videos.
+        media: images and videos, or pieces of videos.
         merge_size: side of the block of patches that becomes one row of features.
         apart: the moments of a video stand apart in the sequence, each like an image.
         tokens_per_second: how far time runs on in a second; None: by one from moment to moment.
 
     Returns:
         ``[sum(media.rows), 4]`` int64 on the host: how far time, height and width lie from where plain counting is,
-        and, at the last row of features of a media item, how far plain counting has run ahead behind it (else 0).
+        and, at the last row of features of a whole media item, how far plain counting has run ahead behind it (else 0).
     """
     grid = media_grid(media)
     moments = grid[:, 0]
+    around = [(0, 0) if clip is None else (clip.before, clip.behind) for clip in media.clips] or [(0, 0)] * len(grid)
+    before, behind = torch.tensor(around).T
     # Rounded down in float32, as ``transformers`` does.
     seconds = torch.tensor([1 if clip is None else clip.seconds for clip in media.clips] or [1] * len(grid))
     pace = torch.ones(len(grid)) if tokens_per_second is None else tokens_per_second * seconds.to(torch.float32)
     if apart:
-        grid, pace, moments = (given.repeat_interleave(moments, dim=0) for given in (grid, pace, moments))
-        moments = torch.ones_like(moments)
+        grid, pace = (given.repeat_interleave(moments, dim=0) for given in (grid, pace))
+        moments = torch.ones(len(grid), dtype=torch.int64)
+        before = behind = torch.zeros_like(moments)
     blocks = grid[:, 1:] // merge_size
     area = blocks.prod(dim=1)
     count = moments * area
     end = count.cumsum(0)
     item = torch.repeat_interleave(torch.arange(len(count)), count)
-    within = torch.arange(int(end[-1])) - (end - count)[item]
+    within = torch.arange(int(end[-1])) - (end - count)[item] + (before * area)[item]
     time = ((within // area[item]) * pace[item]).long()
     position, wide = within % area[item], blocks[item, 1]
-    ahead = torch.zeros_like(within).index_copy(0, end - 1, count - blocks.max(dim=1).values)
+    run_ahead = torch.where(behind == 0, (before + moments) * area - blocks.max(dim=1).values, 0)
+    ahead = torch.zeros_like(within).index_copy(0, end - 1, run_ahead)
     return torch.stack([time - within, position // wide - within, position % wide - within, ahead], dim=1)
 
 

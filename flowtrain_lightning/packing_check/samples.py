@@ -10,8 +10,8 @@ import numpy as np
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia
 from flowtrain_lightning.data.collate import pack_media, pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
-from flowtrain_lightning.data.dataset import SampleLoader
 from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.sample_loader import SampleLoader
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from flowtrain_lightning.packing import IntArray, NameArray, SampleSizes
 

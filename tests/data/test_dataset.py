@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from flowtrain_lightning.data import DataError, IndexConfig, IndexedSource, JsonFile, RankShard, TokenSteps
-from flowtrain_lightning.data.dataset import SampleLoader
+from flowtrain_lightning.data.sample_loader import SampleLoader
 from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, data_module, write_image, write_set
 from tests.packing.sizes import shard_of
 

@@ -44,16 +44,21 @@ class Samples:
             for sample, (record, size) in enumerate(zip(records, sizes, strict=True))
         ]
 
-    @property
-    def packed(self) -> tuple[PackedBatch, PackedMedia]:
+    def packed(self, in_pieces: bool) -> tuple[PackedBatch, PackedMedia]:
+        """All samples; ``in_pieces`` every moment of a clip is a media item."""
         tokens = sum(map(len, self.sequences)) + PADDING
-        media = pack_media([item for of_sample in self.media for item in of_sample])
+        items = [item for of_sample in self.media for item in of_sample]
+        media = pack_media([part for item in items for part in (moments_of(item) if in_pieces else [item])])
         return pack_sequences(self.sequences, range(SAMPLES), pad_to=tokens), media.with_patches(media.patches.double())
 
     @property
     def single(self) -> Iterator[tuple[PackedBatch, list[LoadedMedia]]]:
         for number, (sequence, media) in enumerate(zip(self.sequences, self.media, strict=True)):
             yield pack_sequences([sequence], [number]), media
+
+
+def moments_of(item: LoadedMedia) -> list[LoadedMedia]:
+    return [item.moments(number, number + 1) for number in range(1 if item.clip is None else item.clip.moments)]
 
 
 def patches_for_hugging_face(items: Sequence[LoadedMedia]) -> tuple[Tensor, Tensor]:
@@ -90,8 +95,8 @@ def theirs(model: Any, samples: Samples) -> dict[str, Any]:
     return computed(torch.cat(logits), torch.stack(losses).sum(), model)
 
 
-def ours(module: Any, samples: Samples) -> dict[str, Any]:
-    batch, media = samples.packed
+def ours(module: Any, samples: Samples, in_pieces: bool) -> dict[str, Any]:
+    batch, media = samples.packed(in_pieces)
     outputs = module.get_submodule(module.halves["backbone"][0])(**module.merge(batch, {"image": module.encode(media)}))
     return computed(module.logits(outputs)[:-PADDING], module.loss(outputs, batch)[0], module.model)
 
@@ -105,8 +110,9 @@ def computed(logits: Tensor, loss: Tensor, model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
-def test_packed_videos_and_images_compute_what_hugging_faces_model_does(family, tmp_path):
+def test_packed_videos_and_images_compute_what_hugging_faces_model_does(family, in_pieces, tmp_path):
     samples, tiny = Samples(tmp_path, family), video_family(family)
     assert {item.clip is None for of_sample in samples.media for item in of_sample} == {True, False}
     torch.manual_seed(1)
@@ -116,7 +122,7 @@ def test_packed_videos_and_images_compute_what_hugging_faces_model_does(family, 
         module.configure_model()
         module.save_pretrained(tmp_path / "model")
         reference = type(module.model).from_pretrained(tmp_path / "model", dtype=torch.float64)
-        found, expected = ours(module, samples), theirs(reference, samples)
+        found, expected = ours(module, samples, in_pieces), theirs(reference, samples)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9)

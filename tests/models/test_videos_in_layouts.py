@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def trained(family: str, layout: str, **others: Any) -> Path:
         video_data(folder / "data", family).setup("fit")  # indexes, and writes what the family reads
-        name = f"{family} {layout} {'again' * bool(others.get('resumes'))}"
+        name = f"{family} {layout} {' '.join(others)}"
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, **others}
         job = Job(name, "tests.models.video_training:train", ranks_of(layout), arguments)
         return run_jobs(folder, [job])[name].check().folder
@@ -54,6 +54,24 @@ def test_a_layout_computes_on_videos_what_one_process_does(trained, family, layo
     found, expected = read_run(trained(family, layout)), read_run(trained(family, "auto"))
     assert len(found.losses) == STEPS
     assert error(found.initial, expected.initial) == 0.0
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9
+    assert error(found.weights[-1], expected.weights[-1]) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_5_vl", "1+2"),
+        pytest.param("qwen2_5_vl", "auto", marks=pytest.mark.full),
+        pytest.param("qwen3_vl", "2+1", marks=pytest.mark.full),
+        pytest.param("qwen2_vl", "colocated 2", marks=pytest.mark.full),
+        pytest.param("qwen2_5_vl", "mixed 1+2", marks=pytest.mark.full),
+    ],
+)
+def test_a_clip_that_is_dealt_in_pieces_trains_as_a_whole_one(trained, family, layout):
+    found, expected = read_run(trained(family, layout, encoder_budget=64)), read_run(trained(family, "auto"))
+    assert sum(map(max, found.encoder_batches)) > sum(map(max, expected.encoder_batches))
     assert found.losses == pytest.approx(expected.losses, rel=1e-9)
     assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9
     assert error(found.weights[-1], expected.weights[-1]) <= 1e-9

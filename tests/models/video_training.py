@@ -16,11 +16,20 @@ from tests.models.training import SaveAfter
 
 
 def train(
-    folder: Path, *, data: str, layout: str, family: str, resumes: str | None = None, saves_after: int = STEPS
+    folder: Path,
+    *,
+    data: str,
+    layout: str,
+    family: str,
+    resumes: str | None = None,
+    saves_after: int = STEPS,
+    encoder_budget: int | None = None,
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and ``middle.ckpt`` of a step."""
     tiny, recorder = video_family(family), Recorder()
     settings: dict[str, Any] = {"token_budget": 256}
+    if encoder_budget is not None:
+        settings["encoder_budget"] = encoder_budget
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         settings["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(

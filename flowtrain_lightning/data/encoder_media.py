@@ -1,0 +1,107 @@
+"""The media that a rank encodes for a role in a step: read, in pieces where clips are cut, and packed in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flowtrain_lightning.data.batch import PackedMedia
+from flowtrain_lightning.data.collate import no_media, pack_media
+from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.feature_store import FeatureStore
+from flowtrain_lightning.data.formats import Record
+from flowtrain_lightning.data.kept_rows import KeptRows
+from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.sample_loader import SampleLoader
+from flowtrain_lightning.packing import IntArray, StepPlan
+
+Place = tuple[int, int]
+"""A media item, by number of its sample in the step and its own number in the sample."""
+
+
+class EncoderMedia:
+    """Encoder batches of a step. A clip in several pieces is decoded once, from its first to its last moment here.
+
+    Args:
+        samples: loads media items.
+        plan: of the step.
+        batches: media item numbers of the batches.
+        epoch: of the step, for augmentation.
+        record_of: gives the record of a sample of the data set.
+        store: where features of media items are kept, if they are.
+    """
+
+    def __init__(
+        self,
+        samples: SampleLoader,
+        plan: StepPlan,
+        batches: Sequence[IntArray],
+        epoch: int,
+        record_of: Callable[[int], Record],
+        store: FeatureStore | None,
+    ) -> None:
+        self._samples, self._plan, self._batches = samples, plan, batches
+        self._epoch, self._record_of, self._store = epoch, record_of, store
+        self._owner = plan.sizes.media_sample
+        self._wanted: dict[Place, tuple[int, int]] = {}  # moments from and to which the pieces here reach
+        self._clips: dict[Place, LoadedMedia] = {}
+        if plan.sizes.media_pieces is not None:
+            for item in (item for batch in batches for item in batch.tolist()):
+                place, begin, end = self._piece(item)
+                first, last = self._wanted.get(place, (begin, end))
+                self._wanted[place] = min(first, begin), max(last, end)
+
+    def packed(self) -> list[PackedMedia | None]:
+        """All batches in order; None where one is empty.
+
+        Raises:
+            DataError: a media item cannot be used.
+        """
+        return [self._batch(items) if len(items) else None for items in self._batches]
+
+    def _batch(self, items: IntArray) -> PackedMedia:
+        modality, kept, wanted = self._plan.sizes.modality_of(items[0]), None, items.tolist()
+        if self._store is not None:
+            rows = self._plan.sizes.media_rows[items].tolist()
+            kept = KeptRows.found(self._store, list(map(self._content, wanted)), rows)
+            wanted = [wanted[place] for place in kept.missing]
+        loaded = [self._load(item) for item in wanted]
+        other = next((found.modality for found in loaded if found.modality != modality), None)
+        if other is not None:
+            raise DataError(
+                f"A media item is loaded as {other!r}, but the sizes of its source say {modality!r} "
+                "(SampleSizes.media_modality). Say the same in both."
+            )
+        packed = pack_media(loaded) if loaded else no_media(modality)
+        return packed if kept is None else replace(packed, kept=kept)
+
+    def _load(self, item: int) -> LoadedMedia:
+        sizes = self._plan.sizes
+        rows = int(sizes.media_rows[item])
+        if sizes.media_pieces is None or sizes.media_moments is None:
+            return self._read(self._place(item), rows)
+        place, begin, end = self._piece(item)
+        first, last = self._wanted[place]
+        if place not in self._clips:
+            self._clips[place] = self._read(place, rows // (end - begin) * (last - first), (first, last))
+        loaded = self._clips[place]
+        return loaded if (begin, end) == (first, last) else loaded.moments(begin - first, end - first)
+
+    def _read(self, place: Place, rows: int, moments: tuple[int, int] | None = None) -> LoadedMedia:
+        sample = int(self._plan.samples[place[0]])
+        return self._samples.media(self._record_of(sample), sample, place[1], rows, self._epoch, moments)
+
+    def _content(self, item: int) -> str:
+        number, of_sample = self._place(item)
+        return self._samples.content(self._record_of(int(self._plan.samples[number])), of_sample)
+
+    def _place(self, item: int) -> Place:
+        owner = int(self._owner[item])
+        return owner, item - int(self._plan.sizes.media_start[owner])
+
+    def _piece(self, item: int) -> tuple[Place, int, int]:
+        """The media item of which one is a piece, and the moments from and to which it goes."""
+        pieces = self._plan.sizes.media_pieces
+        assert pieces is not None
+        number, begin, end = pieces[item].tolist()
+        return (int(self._owner[item]), number), begin, end
