@@ -23,6 +23,7 @@ from flowtrain_lightning.packing_check.checked_module import (
     default_dtype,
     freeze_batch_norms,
 )
+from flowtrain_lightning.packing_check.clip_moments import moments_finding
 from flowtrain_lightning.packing_check.conditional_modules import conditional_modules
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
@@ -138,7 +139,9 @@ def _report(
         if "torch._dynamo" in sys.modules:  # which takes seconds to import, and has compiled nothing where it is not
             inside.enter_context(torch.compiler.set_stance("force_eager"))
         for modality in samples.modalities:
-            _check_encoder(passes, modality, samples.of_modality(modality), features, report)
+            _check_encoder(passes, modality, items := samples.of_modality(modality), features, report)
+            if copied.encodes_moments_apart and not any(finding.kind == "random" for finding in report.findings):
+                report.findings += filter(None, [moments_finding(passes, items, features)])
         _check_backbone(passes, range(len(samples.samples)), features, report)
         with suppress(Exception):  # they are told of where training meets them
             report.conditional = conditional_modules(passes, samples, features)

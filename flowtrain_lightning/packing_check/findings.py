@@ -11,7 +11,7 @@ Coupling = Literal["random", "batch_norm", "encode", "backbone", "loss"]
 
 COUPLINGS: tuple[str, ...] = get_args(Coupling)
 
-Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "sum", "labels"]
+Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "sum", "labels", "moments"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ ENCODE_PLACE = (
 ENCODE_DIFFERS = (
     "encode: the features of a media item, or gradients through them, depend on what else is in its encoder batch "
     "({difference}). Compute each item by itself, within the bounds in media.cu_seqlens and media.grid."
+)
+MOMENTS_DIFFER = (
+    "encode: it gives for the moments of a clip one by one other rows than within the clip ({error:.1e} off), but "
+    "encodes_moments_apart says that it does not. Keep attention and norms within media.cu_seqlens, which bounds each "
+    "moment, and take places in time from Clip.before; or leave encodes_moments_apart out, and clips stay whole."
 )
 BACKBONE_MIXES = (
     "merge or backbone: a sample sees the tokens of others in its microbatch ({difference}). Keep attention within "

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.packing_check.machine import CPU
 from flowtrain_lightning.packing_check.output_rows import output_rows
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item
@@ -114,13 +115,7 @@ class Passes:
         self._forget_gradients()
         for items in groups:
             media = self._samples.encoder_batch(items, changed)
-            media = media.with_patches(_of_dtype(media.patches, self.dtype))
-            media = replace(media, inputs=self.module.prepare_media(media)).to(self._device)
-            self.before_call()
-            with self.module.logging_refused("encode"):
-                output = self.module.encode(media)
-            tensors = output if isinstance(output, tuple) else (output,)
-            of_items = [tensor.split(list(media.rows)) for tensor in tensors]
+            of_items = [tensor.split(list(media.rows)) for tensor in self._encoded(media)]
             features.update({item: tuple(rows[n].detach() for rows in of_items) for n, item in enumerate(items)})
             rows = [of_tensor[n] for of_tensor in of_items for n in range(len(items))]
             gradients = [_cotangent(of_tensor[n], item) for of_tensor in of_items for n, item in enumerate(items)]
@@ -131,6 +126,33 @@ class Passes:
             found.values |= {f"features {level} of {_named(item)}": tensor for level, tensor in enumerate(of_item)}
         found.gradients = self._gradients()
         return found, features
+
+    def moments_of(self, item: Item) -> int:
+        """Moments of a media item: 1 of an image."""
+        clip = self._samples.loaded(item).clip
+        return 1 if clip is None else clip.moments
+
+    def encode_moments(self, items: Sequence[Item]) -> FeaturesOfItems:
+        """Encodes clips with each moment as a media item, all in one forward; the rows of each clip."""
+        moments = [
+            loaded.moments(number, number + 1)
+            for item in items
+            for loaded in [self._samples.loaded(item)]
+            for number in range(self.moments_of(item))
+        ]
+        with torch.no_grad():
+            tensors = self._encoded(pack_media(moments))
+        rows = [self._samples.loaded(item).rows for item in items]
+        of_items = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+        return dict(zip(items, of_items, strict=True))
+
+    def _encoded(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        media = media.with_patches(_of_dtype(media.patches, self.dtype))
+        media = replace(media, inputs=self.module.prepare_media(media)).to(self._device)
+        self.before_call()
+        with self.module.logging_refused("encode"):
+            output = self.module.encode(media)
+        return output if isinstance(output, tuple) else (output,)
 
     def backbone(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems) -> Pass:
         """Runs the backbone on the samples, each group as one microbatch, and goes backward through each."""

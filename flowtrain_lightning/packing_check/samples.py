@@ -70,6 +70,11 @@ class CheckedSamples:
         """The media items of one modality, sample by sample."""
         return [(owner, number) for owner, number in self.media if self.samples[owner].modalities[number] == modality]
 
+    def loaded(self, item: Item) -> LoadedMedia:
+        """One media item."""
+        owner, number = item
+        return self.samples[owner].media[number]
+
     def microbatch(self, members: Sequence[int], padding: int = 0) -> PackedBatch:
         """Some of the samples as one microbatch, in this order, with so many tokens of padding behind them."""
         chosen = [self.samples[member] for member in members]
@@ -87,7 +92,7 @@ class CheckedSamples:
             items: which.
             changed: one of them that is shown as its own negative.
         """
-        loaded = {(owner, number): self.samples[owner].media[number] for owner, number in items}
+        loaded = {item: self.loaded(item) for item in items}
         if changed is not None:
             loaded[changed] = loaded[changed]._replace(pixels=-loaded[changed].pixels)
         return pack_media([loaded[item] for item in items])
@@ -145,6 +150,10 @@ def choose(sizes: SampleSizes, largest: int = 0) -> list[int]:
         owners = set(sizes.media_sample[sizes.of_modality(modality)].tolist())
         if not owners.intersection(chosen):
             take(number for number in ordered if number in owners)
+    if sizes.media_moments is not None:
+        clips = set(sizes.media_sample[sizes.media_moments > 1].tolist())
+        if not clips.intersection(chosen):
+            take(number for number in ordered if number in clips)
     while len(chosen) < min(_SAMPLES, len(ordered)):
         lengths = {int(sizes.tokens[number]) for number in chosen}
         unlike = [number for number in ordered if int(sizes.tokens[number]) not in lengths]

@@ -1,0 +1,38 @@
+"""Whether `encode` takes the moments of a clip apart, as a module says of itself: only then are clips cut in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowtrain_lightning.packing_check import findings as say
+from flowtrain_lightning.packing_check.findings import Finding
+from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Passes
+from flowtrain_lightning.packing_check.rounding import EXACT
+from flowtrain_lightning.packing_check.samples import Item
+
+_EXACT_IN_FLOAT32 = 1e-4
+
+
+def moments_finding(passes: Passes, items: Sequence[Item], features: FeaturesOfItems) -> Finding | None:
+    """Compares the rows of every moment, each a media item, with those that `encode` gives within the clip.
+
+    Args:
+        passes: of the module.
+        items: of one modality.
+        features: of each of them alone.
+
+    Returns:
+        what to say where they differ; None where they are alike, or nothing is a clip.
+    """
+    clips = [item for item in items if passes.moments_of(item) > 1]
+    if not clips:
+        return None
+    tolerance = EXACT if passes.dtype == torch.float64 else _EXACT_IN_FLOAT32
+    error = 0.0
+    for item, rows in passes.encode_moments(clips).items():
+        for found, expected in zip(rows, features[item], strict=True):
+            largest = max(float(expected.abs().max()), 1e-30)
+            error = max(error, float((found - expected).abs().max()) / largest)
+    return Finding("moments", say.MOMENTS_DIFFER.format(error=error)) if error > tolerance else None
