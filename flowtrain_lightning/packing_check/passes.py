@@ -115,7 +115,7 @@ class Passes:
         self._forget_gradients()
         for items in groups:
             media = self._samples.encoder_batch(items, changed)
-            of_items = [tensor.split(list(media.rows)) for tensor in self._encoded(media)]
+            of_items = [torch.split(tensor, list(media.rows)) for tensor in self._encoded(media)]
             features.update({item: tuple(rows[n].detach() for rows in of_items) for n, item in enumerate(items)})
             rows = [of_tensor[n] for of_tensor in of_items for n in range(len(items))]
             gradients = [_cotangent(of_tensor[n], item) for of_tensor in of_items for n, item in enumerate(items)]
@@ -143,7 +143,7 @@ class Passes:
         with torch.no_grad():
             tensors = self._encoded(pack_media(moments))
         rows = [self._samples.loaded(item).rows for item in items]
-        of_items = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+        of_items = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
         return dict(zip(items, of_items, strict=True))
 
     def _encoded(self, media: PackedMedia) -> tuple[Tensor, ...]:
