@@ -89,7 +89,7 @@ def tested_rows() -> Iterator[tuple[str, str, str]]:
         if rows.startswith("**"):
             section = rows.strip("*")
             continue
-        for beginning in rows.split(" · "):
+        for beginning in rows.split(", "):
             yield section, beginning, tests
 
 
