@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "flowtrain"
-"""What the Trainer calls the strategy."""
+"""The Trainer's name for the strategy."""
 
 _REGISTRY_MODULE = "lightning.pytorch.strategies"
 
@@ -33,7 +33,7 @@ def _register(strategies: ModuleType) -> None:
 
 
 def _make_strategy(**settings: Any) -> Any:
-    """What Lightning calls for the name. The class needs all of Lightning, so it is imported here."""
+    """Make the strategy. Its class needs all of Lightning, so it is imported here."""
     from flowtrain_lightning.strategy import FlowTrainStrategy
 
     return FlowTrainStrategy(**settings)

@@ -65,7 +65,7 @@ class TokenSequence:
 
 
 class Template(Protocol):
-    """How a conversation is written for the backbone.
+    """Writes a conversation for the backbone.
 
     One may also have ``media_tokens(tokenizer)``: the tokens that stand for rows of features, and their ids. Records of
     token ids or of text alone may hold none of them without media; else they may hold no ``image_id``.
@@ -146,7 +146,7 @@ class _Joined(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a conversation is written for the backbone. The defaults are Qwen's.
+    """The format in which a conversation is written for the backbone. The defaults are Qwen's.
 
     A turn is its role's header, its text and ``end``; in assistant turns text and ``end`` carry loss, nothing else
     does. ``between`` follows every turn. Special tokens that a record's texts spell are plain text.

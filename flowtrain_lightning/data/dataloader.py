@@ -138,7 +138,7 @@ class StepLoader:
         self.sampler.set_epoch(self._resume[0])
 
     def differences(self, state: Mapping[str, Any]) -> str:
-        """Which settings and files make ``state`` mean other samples than here, as a list in words; or nothing."""
+        """Settings and files that make ``state`` select other samples than here, listed in words; empty if none do."""
         saved, own = state["settings"], self._settings_of(self.steps)
         if saved.get("batch_unit") != own["batch_unit"]:
             return _changes(saved, own)  # a position of another kind, which these steps cannot take over

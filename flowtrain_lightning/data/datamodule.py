@@ -329,7 +329,7 @@ class FlowDataModule(L.LightningDataModule):
             loader.load_state_dict(self._resume)
 
     def differences(self, state_dict: Mapping[str, Any]) -> str:
-        """Which settings and files of training make a saved position mean other samples here; nothing where none do."""
+        """Settings and files of training that make a saved position select other samples here; empty if none do."""
         return self._loader("train").differences(state_dict["train"])
 
     def teardown(self, stage: str | None = None) -> None:
@@ -362,7 +362,7 @@ class FlowDataModule(L.LightningDataModule):
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the steps follow from, beside the files: how it reads, by the names of the arguments."""
+        """Settings that decide the steps beside the files, by the names of the arguments."""
         names = (
             "token_budget",
             "encoder_budget",
@@ -489,7 +489,7 @@ class FlowDataModule(L.LightningDataModule):
         return sizing.training(source, shuffle=self.shuffle and not overfits)
 
     def _shard(self) -> RankShard:
-        """What this rank loads of each step: as the strategy says, else as in plain data parallelism."""
+        """This rank's part of each step: the strategy's, or that of plain data parallelism."""
         if self.trainer is None:
             return RankShard.plain(0, 1)
         shard: RankShard | None = getattr(self.trainer.strategy, "rank_shard", None)

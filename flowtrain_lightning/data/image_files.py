@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-"""What is read. Pillow knows more, but some start other programs, and some take nearly any bytes for an image."""
+"""Formats that are read. Pillow knows others, but some start programs, and some accept nearly any bytes as an image."""
 
 _EIGHT_BITS = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 _SIXTEEN_BITS = {"I;16", "I;16L", "I;16B"}

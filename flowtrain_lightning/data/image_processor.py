@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_ASPECT = 200
-"""How many times one side of an image may be as long as the other, by Qwen's rule."""
+"""Largest ratio of an image's sides, by Qwen's rule."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class ImageProcessor:
         return np.repeat(of_channels, self.patch_size**2, axis=1)
 
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[Any]:
-        """What the encoder sees of an image.
+        """Make an image's pixels for the encoder.
 
         Args:
             image: upright, in colour or grey as ``channels`` says, of any size.

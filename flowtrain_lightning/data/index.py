@@ -32,7 +32,7 @@ _NAMES = "media_names"
 """Under which the names of media's files are kept, each with a byte of zero behind it."""
 
 _SIZES = ("tokens", "targets", "media_start", "media_rows", "media_patches", "media_content", "media_moments")
-"""What is kept of sizes: files name images and videos alone."""
+"""Sizes that are kept; files hold images and videos alone, so no modalities."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class MediaAddress:
 _EMPTY = "it is empty: there is not one byte in it"
 
 MediaFile = Path | EncodedMedia | MediaAddress
-"""Where a media item is."""
+"""The place of a media item: a file, its bytes, or an address."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ FORMS: dict[str, tuple[str, ...]] = {
     "texts": ("texts", *_BESIDE_TURNS),
     "text": ("text", *_MEDIA),
 }
-"""What each form reads, by the field that it is told by; ``prompt`` is none without ``completion``."""
+"""Fields that each form reads, by the field that marks the form; ``prompt`` marks none without ``completion``."""
 
 _ALWAYS_READ = ("id",)
 _WRITTEN = ("tools",)
-"""What stands beside the turns and is for the template to write."""
+"""Fields beside the turns that the template writes."""
 
 _PAIRS = ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "margin")
 _UNPAIRED = ("label", "labels", "negative", "negatives", "negative_messages", "positive_messages")

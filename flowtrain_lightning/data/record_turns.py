@@ -22,7 +22,7 @@ _PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
 """Under which a part of a content may name its image or video; parts that name none take the next of the record's."""
 
 _WRITTEN_AS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""How the turns of a list are written as a rule; each may be written as the other is."""
+"""Usual fields of the turns in each list; either list may use the other's."""
 
 ASSISTANT = "assistant"
 """The role whose turns carry loss."""

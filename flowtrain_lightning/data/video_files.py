@@ -14,7 +14,7 @@ from flowtrain_lightning.data.video_ends import is_cut
 from flowtrain_lightning.packing import IntArray
 
 FORMATS = ("asf", "avi", "flv", "gif", "matroska", "mov", "mp4", "mpeg", "mpegts", "ogg", "webm")
-"""What is read. FFmpeg knows more, but some of these are lists that name other files and addresses."""
+"""Formats that are read. FFmpeg knows others, but some of these are lists that name other files and addresses."""
 
 
 class VideoError(MediaError):
@@ -22,7 +22,7 @@ class VideoError(MediaError):
 
 
 class VideoHeader(NamedTuple):
-    """What a video's header says.
+    """A video's header.
 
     Attributes:
         frames: how many there are.

@@ -26,7 +26,7 @@ _FEWEST_PIXELS_MORE = 1.05
 
 
 class SampledVideo(NamedTuple):
-    """What is taken of a video.
+    """The frames that are taken of a video.
 
     Attributes:
         frames: ``[frames]`` which frames, from 0, ascending.
@@ -110,7 +110,7 @@ class VideoProcessor:
         return np.repeat(np.stack([np.ones(3, np.float32), *scaled]), self.patch_size**2, axis=1)
 
     def sample(self, header: VideoHeader) -> SampledVideo:
-        """What is taken of a video.
+        """Choose the frames that are taken of a video.
 
         Raises:
             VideoError: it is shorter than one moment, or too long and thin.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Coupling = Literal["random", "batch_norm", "encode", "backbone", "loss"]
-"""What may couple samples of a batch, if the user says so: random numbers, batch statistics, or one of the methods."""
+"""Couplings of a batch's samples that a user may allow: random numbers, batch statistics, or one of the methods."""
 
 COUPLINGS: tuple[str, ...] = get_args(Coupling)
 

@@ -34,7 +34,7 @@ _KEPT = [
 bytes that it takes to keep."""
 
 _KEPT_PACKAGES = {"torch_attn", "flash_attn", "flash_attn_3"}
-"""Where the kernels of packed attention are registered, which may not be there."""
+"""Namespaces of the kernels of packed attention, which may not be there."""
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

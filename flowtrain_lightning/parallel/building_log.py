@@ -31,13 +31,13 @@ _EMPTY = _all("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 BLANK = _EMPTY | _all(
     "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "zeros", "zeros_like"
 )
-"""What makes tensors that are about to be written."""
+"""Operations that make tensors which are about to be written."""
 
 _OVERWRITE = _all("copy_", "exponential_", "fill_", "log_normal_", "normal_", "random_", "uniform_", "zero_")
-"""What writes all of its first argument and does not read it."""
+"""Operations that write all of their first argument and do not read it."""
 
 _DRAW = _all("exponential_", "log_normal_", "normal_", "random_", "uniform_", "rand", "randn", "randint", "randperm")
-"""What draws for every number of its result alike, whatever stood there before."""
+"""Operations that draw each number of their result alike, whatever stood there before."""
 
 
 class NotNotableError(RuntimeError):

@@ -25,7 +25,7 @@ from flowtrain_lightning.parallel.building_log import (
 )
 
 LARGE_BYTES = 1 << 20
-"""What is made of tensors that are there is made at once, unless it is as large as this."""
+"""Tensors computed from existing ones are computed at once, unless they are as large as this."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ TensorStyle = Literal[
     "divided_tokens",
     "all_tokens",
 ]
-"""What a rank holds of one module, by the names that `transformers` has for it, and of which tokens.
+"""A rank's part of one module and of the tokens, by the names that `transformers` has for it.
 
 ``"colwise"``: a linear layer's share of the outputs, which stay divided; ``"rowwise"``: its share of the inputs, which
 come divided, and outputs are summed; ``"colwise_gather_output"``: a share of the outputs, which are put together, as of

@@ -14,7 +14,7 @@ from flowtrain_lightning.pool.shared_memory import Segment, map_memory
 from flowtrain_lightning.pool.socket_stream import close_descriptors
 
 NetworkChoice = Literal["auto", "nixl"]
-"""How entries pass between hosts: ``"auto"``, by what works everywhere, or by NIXL."""
+"""The transport of entries between hosts: ``"auto"``, TCP, which works everywhere, or NIXL."""
 
 
 class Transport:

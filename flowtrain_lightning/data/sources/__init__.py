@@ -1,6 +1,6 @@
-"""Where samples come from.
+"""Sources of samples.
 
-What a user names becomes a store of records (`naming.py`): a file of JSON, a Parquet file, a tar shard, a Hugging Face
-data set, each in a file of its own, all alike by `record_store.py`. `indexed_source.py` makes samples of a store's
-records. What can only be read in order is a stream (`stream_source.py`).
+`naming.py` opens the data that a user names as stores of records: JSON, Parquet, tar shards, Hugging Face data sets,
+each kind in its own file, with the methods of `record_store.py`. `indexed_source.py` makes samples of their records.
+Data that can only be read in order are a stream (`stream_source.py`).
 """

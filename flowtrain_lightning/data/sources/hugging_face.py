@@ -124,7 +124,7 @@ class HuggingFaceRows:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         info = self._rows.info
         return f"data set {info.dataset_name or self._identity}" + (f", {self._rows.split}" if self._rows.split else "")
 
@@ -139,7 +139,7 @@ class HuggingFaceRows:
         return str(self._rows._fingerprint)
 
     def locate(self) -> Iterator[Location]:
-        """Where each record lies."""
+        """The place of each record, in order."""
         return ((row, 0) for row in range(len(self._rows)))
 
     def lengths(self, locations: IntArray) -> IntArray:

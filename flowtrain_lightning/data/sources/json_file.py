@@ -22,11 +22,11 @@ class JsonFile(DataFile):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.path.name
 
     def locate(self) -> Iterator[Location]:
-        """Where each record lies.
+        """Find the place of each record.
 
         Raises:
             DataError: the JSON array is broken.

@@ -1,4 +1,4 @@
-"""What a user names as data, and the stores of records that these names mean."""
+"""Names of data, and the stores of records that they mean."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class Mixture:
 
 
 Data = str | Path | HubDataset | Mixture | Mapping[str, float] | Sequence[str | Path] | Any
-"""What a user may name: one source, a list of several, a mapping of sources to their weights, or a :class:`Mixture`."""
+"""Data as a user names them: a source, a list of several, a mapping of sources to weights, or a :class:`Mixture`."""
 
 
 def mixture_of(stage: str, given: Any) -> Mixture:
-    """What a user gave for a stage, as a mixture of one source or of several.
+    """Make a mixture, of one source or several, of the data that a user gave for a stage.
 
     Raises:
         DataError: there is none, or sources have weights in a stage that does not train.

@@ -45,11 +45,11 @@ class ParquetFile(DataFile):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.path.name
 
     def locate(self) -> Iterator[Location]:
-        """Where each record lies."""
+        """The place of each record, in order."""
         for group in range(self._metadata.num_row_groups):
             for row in range(self._metadata.row_group(group).num_rows):
                 yield group, row

@@ -1,4 +1,4 @@
-"""Where records lie: what every kind of store can do."""
+"""Stores of records, and the methods that every kind has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.packing import IntArray
 
 Location = tuple[int, int]
-"""Where a record lies in its store: two numbers whose meaning is the store's own, such as offset and length."""
+"""The place of a record in its store: two numbers whose meaning is the store's own, such as offset and length."""
 
 
 class RecordStore(Protocol):
@@ -20,7 +20,7 @@ class RecordStore(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class RecordStore(Protocol):
         ...
 
     def locate(self) -> Iterator[Location]:
-        """Where each record lies, in order, found without reading more than that takes.
+        """Find the place of each record, in order, reading no more than that takes.
 
         Raises:
             DataError: the store cannot be read.

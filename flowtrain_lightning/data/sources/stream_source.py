@@ -112,7 +112,7 @@ class StreamSource:
         return self._held(sample).record
 
     def position(self, sample: int) -> StreamPosition:
-        """Where a sample of the window is, or the next one that will be read."""
+        """The position of a sample of the window, or of the next one that will be read."""
         number = sample - self._first
         return StreamPosition(sample, self._window[number].read if number < len(self._window) else self._read)
 
@@ -123,7 +123,7 @@ class StreamSource:
 
     @property
     def summary(self) -> str:
-        """How many rows of this epoch were read and used, and why others were not, as far as this run has read them."""
+        """Numbers of this epoch's rows that this run has read and used, and why others were not used."""
         left_out = [f"{count} {reason}" for reason, count in self._left_out.items()]
         return ", ".join([f"{self.name}: {self._read} rows read, {self.samples} of them used", *left_out])
 

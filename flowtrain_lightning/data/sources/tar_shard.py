@@ -35,11 +35,11 @@ class TarShard(DataFile):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.path.name
 
     def locate(self) -> Iterator[Location]:
-        """Where each record lies.
+        """Find the place of each record.
 
         Raises:
             DataError: it is no tar file, or a compressed or damaged one.

@@ -25,7 +25,7 @@ from flowtrain_lightning.pool.pool_errors import PoolError
 from flowtrain_lightning.pool.status_page import Status, StatusPage
 
 UNREACHABLE_SECONDS = 10.0
-"""How long a host may be silent before its ranks count as lost. A kernel answers for processes that are stopped."""
+"""A host that is silent for longer counts as lost, with its ranks. A kernel answers for processes that are stopped."""
 
 _LOOK_SECONDS = 0.1  # how often the own page is looked at
 _SEND_SECONDS = 0.25  # how often it is sent though nothing urgent has changed

@@ -34,7 +34,7 @@ class Purpose(Enum):
 
 
 WINDOWS = {Purpose.RECORDS: 256, Purpose.PAGES: 1, Purpose.ENTRIES: (4 << 20) // PIECE_BYTES}
-"""How many messages may be on their way to a rank: what more is to be sent waits where it is, in its owner's memory.
+"""Most messages on their way to a rank; further ones wait in their owner's memory.
 
 Of pages it is one, which fits into any system's buffer: a process that is stopped then keeps its connection.
 """

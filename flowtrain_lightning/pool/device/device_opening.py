@@ -37,7 +37,7 @@ _PATTERN_BYTES = 4096
 _POLL_SECONDS = 1.0
 _LONGEST_REASON = 500
 CLOSE_SECONDS = 2.0
-"""How long a rank that ends waits until its peers have let go of its block."""
+"""A rank that ends waits for at most so long until its peers have closed its block."""
 
 
 def choose_device_tier(choice: TierChoice, mesh: Mesh, device: torch.device, nbytes: int) -> DeviceTier | None:
