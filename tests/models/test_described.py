@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from flowtrain_lightning.allocator import PlanningError, named_model
+from flowtrain_lightning.allocator.module_parts import Experts
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.plan_input import read_module
 from flowtrain_lightning.models.described import counted, described
+from flowtrain_lightning.models.described_layers import Kind, described_layers
 from flowtrain_lightning.models.published_config import usual_config
 
 transformers = pytest.importorskip("transformers")
@@ -46,24 +48,38 @@ def test_the_halves_of_a_named_model_have_the_weights_of_its_own_classes(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["mistral3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_5", "glm4v", "ernie4_5_vl_moe", "idefics2", "lfm2_vl"])
 def test_a_config_that_no_reader_knows_is_read_by_the_classes_of_its_family(tmp_path: Path, family: str):
     config = usual_config(family)
     file = tmp_path / family / "config.json"
     config.save_pretrained(file.parent)
     module, built = read_module(str(file)), counted(config)
     assert module.name == family
+    text = config.get_text_config()
     for role, half in module.roles.items():
-        assert half.parameters == pytest.approx(built[role], rel=0.02), role
-    assert module.encoders["image"].result[0] == config.get_text_config().hidden_size
+        assert half.parameters == built[role], role
+    assert module.backbone.depth == text.num_hidden_layers
+    assert module.encoders["image"].result[0] == text.hidden_size
+    assert module.backbone.result == (text.vocab_size, 1.0)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["glm4v", "ernie4_5_vl_moe"])
-def test_a_family_whose_config_describes_other_weights_than_it_has_is_refused(tmp_path: Path, family: str):
-    usual_config(family).save_pretrained(tmp_path / family)
-    with pytest.raises(PlanningError, match=rf"{family} has .* in its encoder, but its config describes .* dimensions"):
-        read_module(str(tmp_path / family / "config.json"))
+def test_layers_have_the_weights_and_the_attention_of_their_modules():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(
+        **sizes, intermediate_size=96, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    )
+    config.num_hidden_layers, config.mlp_only_layers, config.sliding_window = 3, [0], 24
+    blocks = list(transformers.Qwen3MoeModel(config).layers)
+    kinds = [Kind.of(block, number) for number, block in enumerate(blocks)]
+    assert kinds[1] == kinds[2] != kinds[0]
+    dense, sparse = described_layers(blocks[:1], None, causal=True), described_layers(blocks[1:], 24, causal=True)
+    for layers, own in ((dense, blocks[:1]), (sparse, blocks[1:])):
+        weights = sum(weight.numel() for block in own for weight in block.parameters())
+        assert weights * 0.99 <= layers.parameters <= weights
+        assert (layers.heads, layers.key_value_heads, layers.head_size, layers.gated) == (4, 2, 16, True)
+    assert dense.feed_forward == 96
+    assert (sparse.count, sparse.window) == (2, 24)
+    assert sparse.experts == Experts(8, 2, 32)
 
 
 def test_a_config_of_no_certified_family_is_refused_with_its_reason(tmp_path: Path):
