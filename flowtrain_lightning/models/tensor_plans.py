@@ -37,6 +37,12 @@ _MAKES: Mapping[str, str] = {"num_attention_heads": "q_proj.weight", "num_key_va
 
 _HEAD_NORMS = ("q_norm", "k_norm")
 
+_ATTENTION = {"layers.*.self_attn.q_proj", "layers.*.self_attn.o_proj"}
+"""Layers that a plan must name, else ranks would compute the same attention twice."""
+
+_WITHIN_LAYERS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+"""Styles that layers of divided tokens can have, of those that ``transformers`` knows."""
+
 _PERCEPTRONS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("fc1",), "fc2"),
@@ -56,7 +62,8 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
         ranks: tensor-parallel ranks.
 
     Raises:
-        ValueError: they cannot share the attention heads evenly, or the decoder is a mixture of experts.
+        ValueError: they cannot share the attention heads evenly, the decoder is a mixture of experts, or neither
+            ``transformers`` nor this package has a plan for its attention.
         NotImplementedError: it has scans or convolutions over tokens.
     """
     config, path = decoder.config, names[decoder]
@@ -67,22 +74,39 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
             "the backbone by shard='fsdp' instead, among ranks that each have microbatches of their own, or by context."
         )
     for name in _MAKES:
-        if getattr(config, name) % ranks:
+        if getattr(config, name, ranks) % ranks:
             raise ValueError(
                 f"{type(decoder).__name__} has {name} {getattr(config, name)} (made by "
                 f"{f'{path}.layers.0.self_attn.{_MAKES[name]}'!r} and its like), which {ranks} tensor ranks cannot "
                 "share evenly; take a tensor degree that divides it."
             )
-    given = getattr(config, "base_model_tp_plan", None) or {}
-    layers: dict[str, TensorStyle] = {name: style for name, style in given.items() if name.startswith("layers.")}
-    styles = dict(layers or _DECODER) | dict(_TOKENS)
-    attention = decoder.layers[0].self_attn
-    for norm in (name for name in _HEAD_NORMS if hasattr(attention, name)):
-        styles[f"layers.*.self_attn.{norm}"] = "replicated_with_grad_allreduce"
-    plan = {f"{path}.{name}": style for name, style in styles.items()}
+    plan = {f"{path}.{name}": style for name, style in _layers_plan(decoder).items()}
     if config.vocab_size % ranks == 0:
         plan |= {names[decoder.get_input_embeddings()]: "embedding_rowwise", names[head]: "colwise_gather_output"}
     return plan
+
+
+def _layers_plan(decoder: Any) -> dict[str, TensorStyle]:
+    """The plan of a decoder's layers, by ``transformers`` where it has one.
+
+    A perceptron that it divides in another way than here stays whole: each rank then computes it for its share of the
+    tokens.
+    """
+    given = getattr(decoder.config, "base_model_tp_plan", None) or {}
+    layers: Mapping[str, TensorStyle] = {n: style for n, style in given.items() if n.startswith("layers.")} or _DECODER
+    unknown = {name.rpartition(".")[0] for name, style in layers.items() if style not in _WITHIN_LAYERS}
+    own = {f"layers.*.{name}" for layer in decoder.layers for name, _ in layer.named_modules()}
+    plan = {name: style for name, style in layers.items() if name in own and not name.startswith(tuple(unknown))}
+    if not plan.keys() >= _ATTENTION:
+        raise ValueError(
+            f"Neither transformers nor flowtrain has a plan by which tensor ranks share the attention of "
+            f"{type(decoder).__name__}. Divide the backbone by shard='fsdp', or by context."
+        )
+    for norm in (f"layers.*.self_attn.{name}" for name in _HEAD_NORMS):
+        if norm in own:
+            plan[norm] = "replicated_with_grad_allreduce"
+    has_perceptrons = any(name.startswith("layers.*.mlp.") for name in plan)
+    return {**plan, **{name: style for name, style in _TOKENS.items() if has_perceptrons or not name.endswith("mlp")}}
 
 
 def perceptron_plan(modules: Mapping[str, nn.Module], ranks: int) -> TensorPlan:
@@ -101,6 +125,13 @@ def perceptron_plan(modules: Mapping[str, nn.Module], ranks: int) -> TensorPlan:
         for widening, narrowing in _PERCEPTRONS:
             last = layers.get(narrowing)
             if not isinstance(last, nn.Linear) or not layers.keys() >= set(widening) or last.in_features % ranks:
+                continue
+            wide = last.in_features  # of a layer that makes two halves in one, and of a norm between, it is another
+            if any(getattr(layers[each], "out_features", 0) != wide for each in widening) or any(
+                weight.shape == (wide,)
+                for each in layers.keys() - {*widening, narrowing}
+                for weight in layers[each].parameters()
+            ):
                 continue
             plan |= {f"{name}.{each}": "colwise" for each in widening}
             plan[f"{name}.{narrowing}"] = "rowwise"

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from flowtrain_lightning.models.tensor_plans import decoder_plan, perceptron_plan
 from tests.exactness.compare import error, read_run, without_key_biases
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
@@ -91,3 +93,39 @@ def test_heads_that_tensor_ranks_cannot_share_evenly_are_refused():
     assert module.tensor_plan("backbone", 2)["model.lm_head"] == "colwise_gather_output"
     with pytest.raises(ValueError, match=r"num_key_value_heads 2 .*which 4 tensor ranks cannot share"):
         module.tensor_plan("backbone", 4)
+
+
+def decoder_of(kind: str) -> tuple[Any, nn.Module]:
+    """A small decoder of ``transformers``, and a head."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CONFIG_MAPPING[kind](**sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=0)
+    return transformers.AutoModel.from_config(config), nn.Linear(32, 64)
+
+
+def test_a_perceptron_that_transformers_divides_in_another_way_stays_whole():
+    decoder, head = decoder_of("glm4")
+    plan = decoder_plan(decoder, head, {decoder: "text", head: "head", decoder.get_input_embeddings(): "embed"}, 2)
+    assert plan["text.layers.*.self_attn.q_proj"] == "colwise"
+    assert plan["text.layers.*"] == "divided_tokens"  # of which each rank computes the perceptron for its share
+    assert not any(".mlp" in name for name in plan)
+
+
+def test_a_decoder_whose_attention_no_plan_divides_is_refused():
+    decoder, head = decoder_of("phi3")
+    with pytest.raises(ValueError, match=r"has a plan by which tensor ranks share the attention of Phi3Model\. Divide"):
+        decoder_plan(decoder, head, {decoder: "text", head: "head"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "divided"),
+    [
+        ({"fc1": nn.Linear(8, 32), "fc2": nn.Linear(32, 8)}, True),
+        ({"fc1": nn.Linear(8, 64), "fc2": nn.Linear(32, 8)}, False),  # two halves, one of which gates the other
+        ({"fc1": nn.Linear(8, 32), "norm": nn.LayerNorm(32), "fc2": nn.Linear(32, 8)}, False),
+    ],
+)
+def test_perceptrons_of_towers_are_divided_where_nothing_between_needs_them_whole(layers, divided):
+    plan = perceptron_plan({"tower": nn.ModuleDict({"mlp": nn.ModuleDict(layers)})}, 2)
+    assert plan == ({"tower.mlp.fc1": "colwise", "tower.mlp.fc2": "rowwise"} if divided else {})
