@@ -22,6 +22,7 @@ _MODULES = {
     "KeepFeatures": "flowtrain_lightning.data",
     "LoadedMedia": "flowtrain_lightning.data",
     "Mixture": "flowtrain_lightning.data",
+    "MuonAdamW": "flowtrain_lightning.parallel.muon",
     "PackedBatch": "flowtrain_lightning.data",
     "PackedMedia": "flowtrain_lightning.data",
     "PackingConfig": "flowtrain_lightning.data",

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from flowtrain_lightning.parallel.muon import MuonAdamW
+
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Optimizers of `torch.optim` for which a shard of a weight is as good as the whole."""
 
@@ -37,10 +39,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "checkpoints cannot hold. Take bitsandbytes.optim.AdamW8bit."
             )
         sharded = any(isinstance(weight, DTensor) for group in optimizer.param_groups for weight in group["params"])
-        if sharded and type(optimizer).__name__ not in _ELEMENTWISE:
+        if sharded and type(optimizer).__name__ not in _ELEMENTWISE and not isinstance(optimizer, MuonAdamW):
             raise TypeError(
                 f"{type(optimizer).__name__} is not known to treat every element of a weight by itself, and ranks hold "
-                f"shards of the weights (FSDP2). Use one of {', '.join(_ELEMENTWISE)}, or whole copies."
+                f"shards of the weights (FSDP2). Use one of {', '.join(_ELEMENTWISE)}, flow.MuonAdamW, which gathers "
+                "what it needs whole, or whole copies."
             )
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if sharded and is_fused and type(optimizer).__name__ not in _FUSED_ON_SHARDS:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
+import flowtrain_lightning as flow
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.models import AnyVLM
 from flowtrain_lightning.packing import CostModel
@@ -50,6 +51,7 @@ def train(
     moves: bool = True,
     compile: Compile = "none",
     recompute: Any = False,
+    muon: bool = False,
     resumes: str | None = None,
     saves_after: int = STEPS,
 ) -> None:
@@ -57,12 +59,14 @@ def train(
 
     These are ``last.ckpt`` of the end, and ``middle.ckpt`` of the step that was asked for.
 
-    ``moves`` says whether a projector behind a frozen tower goes to the backbone half.
+    ``moves`` says whether a projector behind a frozen tower goes to the backbone half, ``muon`` that `MuonAdamW` steps.
     """
     torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
     chosen, recorder = FAMILIES[family.removesuffix(BY_ANY)], Recorder()
     kind: Any = AnyVLM if family.endswith(BY_ANY) else chosen.kind
     kind = kind if moves else type("Kept", (kind,), {"projector": ()})
+    if muon:
+        kind = type("Muon", (kind,), {"configure_optimizers": lambda module: flow.MuonAdamW(module, lr=1e-2)})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     settings |= {"compile": compile, "recompute": recompute}
     images: dict[str, Any] = {"images": chosen.images}
