@@ -15,6 +15,7 @@ from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
+from tests.models.without_a_class import WITHOUT_A_CLASS
 
 pytest.importorskip("transformers")
 
@@ -83,6 +84,13 @@ def test_tiles_are_joined_and_experts_chosen_in_every_placement_as_in_one_proces
 @pytest.mark.parametrize("family", ["llava with clip by any", "qwen2_5_vl by any"])
 def test_the_class_that_takes_any_family_computes_on_ranks_what_one_process_does(trained, family, layout):
     runs = [read_run(trained(family, each)) for each in (layout, "auto")]
+    assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", WITHOUT_A_CLASS)
+def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained, family):
+    runs = [read_run(trained(family, each)) for each in ("1+1", "auto")]
     assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
 
 

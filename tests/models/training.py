@@ -18,7 +18,7 @@ from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
-from tests.models.tiny import FAMILIES
+from tests.models.without_a_class import WITHOUT_A_CLASS, family_of
 
 BY_ANY = " by any"
 """After the name of a family, has the class train it that takes any."""
@@ -62,14 +62,14 @@ def train(
     ``moves`` says whether a projector behind a frozen tower goes to the backbone half, ``muon`` that `MuonAdamW` steps.
     """
     torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
-    chosen, recorder = FAMILIES[family.removesuffix(BY_ANY)], Recorder()
+    chosen, recorder = family_of(family.removesuffix(BY_ANY)), Recorder()
     kind: Any = AnyVLM if family.endswith(BY_ANY) else chosen.kind
     kind = kind if moves else type("Kept", (kind,), {"projector": ()})
     if muon:
         kind = type("Muon", (kind,), {"configure_optimizers": lambda module: flow.MuonAdamW(module, lr=1e-2)})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     settings |= {"compile": compile, "recompute": recompute}
-    images: dict[str, Any] = {"images": chosen.images}
+    images: dict[str, Any] = {"images": chosen.images, "token_budget": 512 if family in WITHOUT_A_CLASS else 160}
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(
