@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
+
+import torch
+from PIL import Image
 
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models import AnyVLM
 from flowtrain_lightning.models.built_twin import twin_of
+from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.published_config import usual_config
+from flowtrain_lightning.models.twin_pictures import usual_images
 from tests.models.tiny import FAMILIES, Family
 from tests.tiny import CharTokenizer
 
 _IMAGE = CharTokenizer.specials.index("<|image_pad|>")
 _TOKENS = ("image_token_id", "image_token_index")
 
-WITHOUT_A_CLASS = ("cosmos3_omni",)
-"""With levels of features for deeper layers."""
+WITHOUT_A_CLASS = ("cosmos3_omni", "llava_next")
+"""With levels of features for deeper layers; with tiles, and a row of the encoder's own at the end of a line."""
 
 
 @cache
@@ -28,7 +34,7 @@ def family_of(name: str) -> Family:
     config = twin.config.to_dict()
     config |= {token: _IMAGE for token in _TOKENS if token in config}
     config["text_config"] |= {"bos_token_id": None, "eos_token_id": 0}
-    return Family(AnyVLM, config, _of_patches(twin))
+    return Family(AnyVLM, config, _of_patches(twin) if twin.made_up else _of_processor(twin))
 
 
 def _of_patches(twin: Any) -> ImageProcessor:
@@ -43,3 +49,18 @@ def _of_patches(twin: Any) -> ImageProcessor:
         **({"min_pixels": (side * merge) ** 2, "max_pixels": 8 * (side * merge) ** 2} if any_size else {}),
         **({} if any_size else {"fixed_size": (high * side, wide * side)}),
     )
+
+
+def _of_processor(twin: Any) -> ImageProcessor:
+    images = usual_images(twin.model, twin.config)
+    whole = whole_of(twin.model)
+
+    @cache
+    @torch.no_grad()
+    def count(height: int, width: int) -> int:
+        given = images.given(Image.new("RGB", (width, height)))
+        made = {name: given[name] for name in images.names if isinstance(given.get(name), torch.Tensor)}
+        made = {name: each.double() if each.is_floating_point() else each for name, each in made.items()}
+        return len(rows_of(whole.get_image_features(**made, return_dict=True))[0])
+
+    return replace(images, count=count)
