@@ -11,6 +11,7 @@ __version__ = "0.2.0"
 
 _MODULES = {
     "ChatTemplate": "flowtrain_lightning.data",
+    "Columns": "flowtrain_lightning.data",
     "FlowCheckpointIO": "flowtrain_lightning.checkpoint",
     "FlowDataModule": "flowtrain_lightning.data",
     "FlowModule": "flowtrain_lightning.module",

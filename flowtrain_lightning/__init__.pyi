@@ -5,6 +5,7 @@ from flowtrain_lightning.allocator import RoleLayout as RoleLayout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO as FlowCheckpointIO
 from flowtrain_lightning.checkpoint import export_checkpoint as export_checkpoint
 from flowtrain_lightning.data import ChatTemplate as ChatTemplate
+from flowtrain_lightning.data import Columns as Columns
 from flowtrain_lightning.data import FlowDataModule as FlowDataModule
 from flowtrain_lightning.data import GivenTokens as GivenTokens
 from flowtrain_lightning.data import HubDataset as HubDataset

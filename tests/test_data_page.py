@@ -17,7 +17,7 @@ pytest.importorskip("datasets")
 
 import datasets
 
-from flowtrain_lightning.data import FlowDataModule, IndexConfig
+from flowtrain_lightning.data import Columns, FlowDataModule, IndexConfig
 from flowtrain_lightning.data.sources.naming import open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
@@ -39,9 +39,10 @@ def test_a_table_of_questions_becomes_records_as_the_page_says(tmp_path, monkeyp
     Image.new("RGB", (32, 24), "red").save("a.png")
     Path("questions.csv").write_text("question,answer,file\nWhich colour?,Red.,a.png\n")
     (example,) = re.findall(r"```python\n(rows = datasets.load_dataset\(\"csv\".*?)```", PAGE, flags=re.DOTALL)
-    given: list[Any] = []
-    exec(example, {"datasets": datasets, "flow": SimpleNamespace(FlowDataModule=lambda rows, **_: given.append(rows))})
-    (store,) = open_stores(given[0])
+    given: dict[str, Any] = {}
+    flow = SimpleNamespace(Columns=Columns, FlowDataModule=lambda rows, **also: given.update(also, rows=rows))
+    exec(example, {"datasets": datasets, "flow": flow})
+    (store,) = open_stores(given["rows"], columns=given["columns"])
     (record,) = store.records(0, locations_of(store))
     assert [turn.text for turn in record.turns] == ["<image>Which colour?", "Red."]
     assert str(record.images[0]) == "a.png"

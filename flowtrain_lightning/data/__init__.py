@@ -10,6 +10,7 @@ encoders made of media.
 """
 
 from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.dataloader import LOADING_THREAD, StepLoader
@@ -45,6 +46,7 @@ __all__ = [
     "LOADING_THREAD",
     "ChatTemplate",
     "Clip",
+    "Columns",
     "DataError",
     "Entry",
     "FeatureStore",

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from flowtrain_lightning.data.batch import RankShard
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
@@ -65,8 +66,8 @@ class FlowDataModule(L.LightningDataModule):
     A training step fills a number of microbatches of ``token_budget`` tokens, as ``token_steps`` says. Samples may wait
     a few steps for others with which they fill them; shuffled, none is left out: what an epoch leaves comes first in
     the next one. With ``global_batch_size`` and no ``token_steps`` a training step has exactly so many samples, in as
-    many microbatches as they need; an epoch's last, smaller step is then left out. Steps that do not train have a
-    number of samples always, in order, the last of them perhaps fewer.
+    many microbatches as they need; an epoch's last, smaller step is then left out, unless ``drop_last=False`` keeps it.
+    Steps that do not train have a number of samples always, in order, the last of them perhaps fewer.
 
     Which samples are in a step depends on the data, ``seed``, ``shuffle`` and ``global_batch_size``, or what
     `TokenSteps` names, never on the ranks. A checkpoint keeps all that and refuses to go on in mid-epoch with other
@@ -94,6 +95,8 @@ class FlowDataModule(L.LightningDataModule):
         template: how conversations are written; None takes the model's own template, else ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
         shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
+        drop_last: leave out an epoch's last step where it has fewer samples than ``global_batch_size``; shuffled, other
+            samples fall out each time. Steps that fill microbatches leave none out.
         token_steps: of how many microbatches training steps are. None makes steps of ``global_batch_size`` samples; if
             that is None too, ``TokenSteps()``, which takes what suits the data.
         packing: cost models, padding, and when ranks wait for each other; None takes ``PackingConfig()``.
@@ -106,6 +109,8 @@ class FlowDataModule(L.LightningDataModule):
             ``s3``: ``["az"]``, as ``fsspec`` calls them.
         ignore_columns: fields of records, or endings of files in a tar shard, that are as if they were not there. What
             may mean something and is not read, such as ``label`` or a column of images, is refused otherwise.
+        columns: which columns hold a question and an answer, ``Columns("question", "answer", image="picture")``; None:
+            records have one of the forms above.
         group_by: ``"media"`` lets training samples of one picture come in one step, which encodes it once, as far as
             steps have room for them; where ``token_steps`` fill microbatches, some come a few steps later. Samples of a
             step are then less unlike, and the log says how many it concerns. None: each sample by itself.
@@ -129,6 +134,7 @@ class FlowDataModule(L.LightningDataModule):
         template: ChatTemplate | Template | None = None,
         seed: int | None = None,
         shuffle: bool = True,
+        drop_last: bool = True,
         token_steps: TokenSteps | None = None,
         packing: PackingConfig | None = None,
         index: IndexConfig | None = None,
@@ -136,6 +142,7 @@ class FlowDataModule(L.LightningDataModule):
         num_workers: int = 0,
         protocols: Sequence[str] = (),
         ignore_columns: Sequence[str] = (),
+        columns: Columns | None = None,
         group_by: GroupBy | None = None,
         keep_features: KeepFeatures | None = None,
     ) -> None:
@@ -150,9 +157,11 @@ class FlowDataModule(L.LightningDataModule):
         check_setting(owner, "global_batch_size", global_batch_size, int | None, least=1)
         check_setting(owner, "seed", seed, int | None, least=0)
         check_setting(owner, "shuffle", shuffle, bool)
+        check_setting(owner, "drop_last", drop_last, bool)
         check_setting(owner, "token_steps", token_steps, TokenSteps | None)
         check_setting(owner, "packing", packing, PackingConfig | None)
         check_setting(owner, "index", index, IndexConfig | None)
+        check_setting(owner, "columns", columns, Columns | None)
         check_setting(owner, "group_by", group_by, GroupBy | None)
         check_setting(owner, "keep_features", keep_features, KeepFeatures | None)
         if keep_features is not None and augment is not None:
@@ -161,6 +170,7 @@ class FlowDataModule(L.LightningDataModule):
                 "so none of their features could be used again; leave one of the two out."
             )
         self.ignore_columns = ignored_names(ignore_columns)
+        self.columns = columns
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
         self.token_budget = token_budget
@@ -171,6 +181,7 @@ class FlowDataModule(L.LightningDataModule):
         self._template = template
         self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
+        self.drop_last = drop_last
         self.token_steps = TokenSteps() if token_steps is None and global_batch_size is None else token_steps
         self.packing = (packing or PackingConfig()).with_profile_read()
         self.index = index or IndexConfig()
@@ -377,6 +388,7 @@ class FlowDataModule(L.LightningDataModule):
         settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing", "group_by")}
         settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint, "protocols": sorted(self.protocols)}
         settings["ignore_columns"] = sorted(self.ignore_columns)
+        settings |= {} if self.columns is None else {"columns": self.columns}
         if "train" in self.files:
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
@@ -395,6 +407,7 @@ class FlowDataModule(L.LightningDataModule):
             self.videos,
             self.protocols,
             self.ignore_columns,
+            self.columns,
         )
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):
@@ -404,7 +417,7 @@ class FlowDataModule(L.LightningDataModule):
             if isinstance(source, SampleSource)
             else [
                 IndexedSource(store, measure, self.token_budget, self.index, measurer, media_compared=media_compared)
-                for store in open_stores(source, self.ignore_columns)
+                for store in open_stores(source, self.ignore_columns, self.columns)
             ]
             for source in sources
         ]
@@ -482,6 +495,7 @@ class FlowDataModule(L.LightningDataModule):
             self.token_steps,
             self.seed,
             self.group_by,
+            self.drop_last,
         )
         if stage != "train":
             return sizing.in_order(stage, source)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.completion import COMPLETED, Completion
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import PROTOCOLS, check_readable, protocols_of
@@ -96,6 +97,7 @@ def parse(
     number: int,
     file_of: Callable[[str], MediaFile],
     ignored: Collection[str] = (),
+    columns: Columns | None = None,
 ) -> Record:
     """Reads one JSON value.
 
@@ -105,19 +107,25 @@ def parse(
         number: its number there, from 0.
         file_of: finds the image or video that a record calls by some name.
         ignored: fields that are as if they were not there.
+        columns: which fields hold a question and an answer; None: it has one of the usual forms.
 
     Raises:
         DataError: it is of none of the kinds that are known, or markers and images disagree, or it holds what would
             change what is learned and is not obeyed.
     """
     try:
-        return _parsed(fields, f"{store}, record {number + 1}", number, file_of, ignored)
+        return _parsed(fields, f"{store}, record {number + 1}", number, file_of, ignored, columns)
     except RecursionError as error:
         raise DataError(f"{store}, record {number + 1}: it is nested too deep to be understood.") from error
 
 
 def _parsed(
-    fields: Any, where: str, number: int, file_of: Callable[[str], MediaFile], ignored: Collection[str]
+    fields: Any,
+    where: str,
+    number: int,
+    file_of: Callable[[str], MediaFile],
+    ignored: Collection[str],
+    columns: Columns | None,
 ) -> Record:
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(fields).__name__}.")
@@ -125,6 +133,7 @@ def _parsed(
     name = str(there.get("id", number + 1))
     where = f"{where} (id {name!r:.80})" if "id" in there else where
     try:
+        there = there if columns is None else columns.conversation(there)
         form = form_of(there)
         check_meaning(there, form)
         beside = {kind: _beside(there, kind, where) for kind in MARKERS}
@@ -196,7 +205,7 @@ def _without_turns(
     raise DataError(
         f"{where}: expected 'messages' or 'texts' (with 'images'), 'conversations' (with 'image'), 'prompt' and "
         f"'completion', 'input_ids' or 'text', found none of them but "
-        f"{', '.join(map(repr, fields)) or 'nothing':.200}; docs/data.md shows how to make them of other columns."
+        f"{', '.join(map(repr, fields)) or 'nothing':.200}; docs/data.md shows how other columns are read."
     )
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -47,6 +48,7 @@ class Measure:
         videos: which frames of a video are taken and how large they become; None: records may have no videos.
         protocols: kinds of addresses that records may name beside those that any may, see `MediaAddress`.
         ignored: fields of records that are as if they were not there.
+        columns: which fields hold a question and an answer, where records have none of the usual forms.
     """
 
     tokenizer: Tokenizer
@@ -57,6 +59,7 @@ class Measure:
     videos: VideoProcessor | None = None
     protocols: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
+    columns: Columns | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -71,6 +74,7 @@ class Measure:
             sorted(self.protocols),
             sorted(self.ignored),
         ]
+        rule += [] if self.columns is None else [repr(self.columns)]
         return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
 
     def reaching(self, record: Record) -> Record:

@@ -66,7 +66,7 @@ class Sampling:
     def summary(self) -> str:
         """Describes an epoch, for the log."""
         samples = sum(self.lengths)
-        whole, rest = divmod(samples, self.global_batch_size)
+        rest = samples % self.global_batch_size
         steps = told_number(self.steps, "step")
         told = f"{told_number(samples, 'sample')} make {steps} of global_batch_size={self.global_batch_size} an epoch"
         if rest == 0:
@@ -74,8 +74,8 @@ class Sampling:
         if not self.drop_last:
             return f"{told}, the last of {rest}."
         which = "others each time" if self.shuffle else "the same each time"
-        advice = "" if whole > 1 else "; a lower global_batch_size leaves fewer out"
-        return f"{told}; {told_number(rest, 'sample')} left out of each, {which}{advice}."
+        left = f"{told_number(rest, 'sample')} left out of each, {which}"
+        return f"{told}; {left}; drop_last=False makes a smaller step of them."
 
     @property
     def shares(self) -> tuple[int, ...]:

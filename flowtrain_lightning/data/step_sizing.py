@@ -75,6 +75,7 @@ class StepSizing:
         token_steps: of how many microbatches training steps are; None makes them of ``global_batch_size`` samples.
         seed: of the order.
         group_by: what training samples have in common that come in one step; None: nothing.
+        drop_last: leave out an epoch's last step where it has fewer samples than the others.
     """
 
     token_budget: int
@@ -83,6 +84,7 @@ class StepSizing:
     token_steps: TokenSteps | None
     seed: int
     group_by: GroupBy | None = None
+    drop_last: bool = True
 
     def training(self, source: JoinedSources | StreamSource, *, shuffle: bool) -> Steps:
         """The steps of training.
@@ -99,7 +101,7 @@ class StepSizing:
             raise DataError("group_by='media' was given, but a stream is read in its own order; leave group_by out.")
         if isinstance(source, StreamSource):
             cut = self._samples(source) if self.token_steps is None else self._cut()
-            return StreamSteps(source, cut, drop_last=True)
+            return StreamSteps(source, cut, drop_last=self.drop_last)
         if self.token_steps is None:
             return self._in_samples("train", source, self._samples(source), shuffle=shuffle, training=True)
         groups = self._groups(source)
@@ -113,8 +115,9 @@ class StepSizing:
         if stream.steps == 0:
             raise DataError(
                 f"The training data have {tokens.sum()} tokens, too few to fill microbatches={stream.microbatches} of "
-                f"token_budget={self.token_budget}, so no step would be left; lower one of them, or give "
-                "global_batch_size alone, the samples of a step."
+                f"token_budget={self.token_budget}, so no step would be left; lower one of them, leave "
+                "microbatches out (null in YAML) to have what suits the data, or give global_batch_size alone, the "
+                "samples of a step."
             )
         return stream
 
@@ -130,7 +133,8 @@ class StepSizing:
 
     def _in_samples(self, stage: str, source: JoinedSources, size: int, *, shuffle: bool, training: bool) -> Sampling:
         weights, groups = (source.weights, self._groups(source)) if training else (None, None)
-        sampling = Sampling(source.lengths, size, weights, self.seed, shuffle, drop_last=training, groups=groups)
+        drop_last = training and self.drop_last
+        sampling = Sampling(source.lengths, size, weights, self.seed, shuffle, drop_last, groups)
         if sampling.steps == 0:
             too_few = f"{stage} has {len(source)} samples, fewer than global_batch_size={size}"
             raise DataError(f"{too_few}, so no step would be left; lower it.")

@@ -197,12 +197,16 @@ def test_real_data_are_read_from_end_to_end(real_data, tmp_path):
         (
             {"global_batch_size": 8},
             "train: 18 samples make 2 steps of global_batch_size=8 an epoch; 2 samples left out of each, others each "
-            "time.",
+            "time; drop_last=False makes a smaller step of them.",
         ),
         (
             {"global_batch_size": 16, "shuffle": False},
             "train: 18 samples make 1 step of global_batch_size=16 an epoch; 2 samples left out of each, the same each "
-            "time; a lower global_batch_size leaves fewer out.",
+            "time; drop_last=False makes a smaller step of them.",
+        ),
+        (
+            {"global_batch_size": 8, "drop_last": False},
+            "train: 18 samples make 3 steps of global_batch_size=8 an epoch, the last of 2.",
         ),
         ({"global_batch_size": 9}, "train: 18 samples make 2 steps of global_batch_size=9 an epoch, none left out."),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.fingerprint import file_fingerprint
@@ -18,18 +19,21 @@ class DataFile:
     Args:
         path: the file.
         ignored: fields of its records that are as if they were not there.
+        columns: which fields hold a question and an answer, where records have none of the usual forms.
 
     Attributes:
         path: the file.
         ignored: the same.
+        columns: the same.
 
     Raises:
         DataError: there is no such file.
     """
 
-    def __init__(self, path: Path, ignored: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, ignored: Collection[str] = (), columns: Columns | None = None) -> None:
         self.path = path
         self.ignored = ignored
+        self.columns = columns
         self._status = self.status()
         self._held: str | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.formats import Record, parse
@@ -105,12 +106,13 @@ class HuggingFaceRows:
     Args:
         dataset: the data set.
         ignored: columns that are as if they were not there.
+        columns: which hold a question and an answer, where rows have none of the usual forms.
 
     Raises:
         DataError: its rows are changed when they are read, which would be passed over; or one of its files was cut.
     """
 
-    def __init__(self, dataset: Any, ignored: Collection[str] = ()) -> None:
+    def __init__(self, dataset: Any, ignored: Collection[str] = (), columns: Columns | None = None) -> None:
         if dataset.format["type"] == "custom":
             raise DataError(
                 "The data set has a transform of its own (with_transform), which is not called here: rows are read as "
@@ -120,6 +122,7 @@ class HuggingFaceRows:
             _refuse_cut(Path(file["filename"]))
         self._rows = dataset.with_format("arrow")
         self._ignored = ignored
+        self._columns = columns
         self._first: str | None = None
 
     @property
@@ -157,7 +160,8 @@ class HuggingFaceRows:
             return []
         rows = locations[:, 0]
         found = self._rows[int(rows[0]) : int(rows[-1]) + 1].to_pylist()
-        return [parse(row, self.name, number, Path, self._ignored) for number, row in enumerate(found, first)]
+        how = self._ignored, self._columns
+        return [parse(row, self.name, number, Path, *how) for number, row in enumerate(found, first)]
 
     def status(self) -> list[int]:
         """Numbers that change when the rows do."""

@@ -56,7 +56,8 @@ class JsonFile(DataFile):
 
     def _record(self, number: int, content: bytes) -> Record:
         where = f"{self.path}, record {number + 1}"
-        return parse(decoded_json(content, where), self.path, number, self.path.parent.joinpath, self.ignored)
+        fields, beside = decoded_json(content, where), self.path.parent.joinpath
+        return parse(fields, self.path, number, beside, self.ignored, self.columns)
 
     def _locate_lines(self) -> Iterator[Location]:
         offset = 0

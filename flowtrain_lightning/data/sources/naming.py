@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import data_path
 from flowtrain_lightning.data.sources.hugging_face import HubDataset, HuggingFaceRows, is_saved
@@ -15,7 +16,9 @@ from flowtrain_lightning.data.sources.parquet_file import ParquetFile
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.sources.tar_shard import TarShard
 
-_KINDS: dict[str, Callable[[Path, Collection[str]], RecordStore]] = {".parquet": ParquetFile, ".tar": TarShard}
+_Opener = Callable[[Path, Collection[str], Columns | None], RecordStore]
+
+_KINDS: dict[str, _Opener] = {".parquet": ParquetFile, ".tar": TarShard}
 """Endings of files that are not JSON."""
 
 _COMPRESSED = (
@@ -110,12 +113,13 @@ def is_stream(source: Any) -> bool:
     return hasattr(source, "__iter__") and not hasattr(source, "__len__") and not isinstance(source, str | Path)
 
 
-def open_stores(source: Any, ignored: Collection[str] = ()) -> list[RecordStore]:
+def open_stores(source: Any, ignored: Collection[str] = (), columns: Columns | None = None) -> list[RecordStore]:
     """The stores of one source.
 
     Args:
         source: what a user names.
         ignored: fields of records that are as if they were not there.
+        columns: which fields hold a question and an answer, where records have none of the usual forms.
 
     Raises:
         DataError: it is nothing of the kinds that :class:`Mixture` lists, or cannot be opened.
@@ -125,9 +129,9 @@ def open_stores(source: Any, ignored: Collection[str] = ()) -> list[RecordStore]
     if isinstance(source, str | Path) and is_saved(source):
         source = HubDataset(str(source)).load()
     if isinstance(source, str | Path):
-        return [_opened(path, ignored) for path in _files(data_path(source))]
+        return [_opened(path, ignored, columns) for path in _files(data_path(source))]
     if hasattr(source, "with_format") and hasattr(source, "__len__"):
-        return [HuggingFaceRows(source, ignored)]
+        return [HuggingFaceRows(source, ignored, columns)]
     if isinstance(source, Mapping):
         raise DataError(
             "A record is no data by itself. Write records into a file, one a line, or make a data set of them: "
@@ -139,7 +143,7 @@ def open_stores(source: Any, ignored: Collection[str] = ()) -> list[RecordStore]
     )
 
 
-def _opened(path: Path, ignored: Collection[str]) -> RecordStore:
+def _opened(path: Path, ignored: Collection[str], columns: Columns | None) -> RecordStore:
     ending = path.suffix.lower()
     if ending in _COMPRESSED and path.is_file():
         raise DataError(f"{path}: it is compressed, but records are read at their places in a file; unpack it first.")
@@ -148,7 +152,7 @@ def _opened(path: Path, ignored: Collection[str]) -> RecordStore:
             f"{path}: files of this kind are not read. Load it with datasets.load_dataset({_TABLES[ending]}, "
             "data_files=...), make its rows such records as docs/data.md shows, by map, and give what comes of it."
         )
-    return _KINDS.get(ending, JsonFile)(path, ignored)
+    return _KINDS.get(ending, JsonFile)(path, ignored, columns)
 
 
 def _files(path: Path) -> list[Path]:

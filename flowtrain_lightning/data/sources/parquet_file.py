@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
+from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
@@ -33,8 +34,8 @@ class ParquetFile(DataFile):
         DataError: there is no such file, it is no Parquet file, or pyarrow is not installed.
     """
 
-    def __init__(self, path: Path, ignored: Collection[str] = ()) -> None:
-        super().__init__(path, ignored)
+    def __init__(self, path: Path, ignored: Collection[str] = (), columns: Columns | None = None) -> None:
+        super().__init__(path, ignored, columns)
         with self.open() as file, _explained(path):
             self._metadata: Any = _parquet().ParquetFile(file).metadata
             groups = range(self._metadata.num_row_groups)
@@ -71,7 +72,7 @@ class ParquetFile(DataFile):
         for number, (group, row) in enumerate(locations.tolist(), first):
             with _explained(self.path):
                 fields = self._rows.row(group, row)
-            found.append(parse(fields, self.path, number, self.path.parent.joinpath, self.ignored))
+            found.append(parse(fields, self.path, number, self.path.parent.joinpath, self.ignored, self.columns))
         return found
 
     def _warn_of_large_groups(self) -> None:

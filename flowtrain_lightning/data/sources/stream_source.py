@@ -169,7 +169,8 @@ class StreamSource:
 
     def _parsed(self, row: Any, number: int) -> Record:
         fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
-        return self._measure.reaching(parse(fields, self.name, number, Path, self._measure.ignored))
+        how = self._measure.ignored, self._measure.columns
+        return self._measure.reaching(parse(fields, self.name, number, Path, *how))
 
     def _leave_out(self, record: Record, reason: str) -> None:
         self._left_out[reason] += 1

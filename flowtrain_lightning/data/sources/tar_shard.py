@@ -92,8 +92,9 @@ class TarShard(DataFile):
             )
         if isinstance(fields, dict):
             fields = {"id": key, **fields}
+            named = () if self.columns is None or self.columns.image is None else (self.columns.image,)
             for kind, of_kind in names.items():
-                if of_kind and not any(name in fields for name in (kind, f"{kind}s", "text")):
+                if of_kind and not any(name in fields for name in (kind, f"{kind}s", "text", *named)):
                     fields |= _in_order(fields, kind, of_kind)
 
         unread = {name for of_kind in names.values() for name in of_kind if _ending(name) not in self.ignored}
@@ -105,7 +106,7 @@ class TarShard(DataFile):
                     return EncodedMedia(name, members[name])
             raise DataError(f"{where} ({key}): {named!r}, which it names, is not in the shard beside it.")
 
-        record = parse(fields, self.path, number, file_of, self.ignored)
+        record = parse(fields, self.path, number, file_of, self.ignored, self.columns)
         if unread:
             name = min(unread)
             raise DataError(
