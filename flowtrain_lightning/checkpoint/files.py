@@ -93,6 +93,14 @@ def write_bytes(data: bytes, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def take_usual_mode(path: Path) -> None:
+    """Lets others read a file as far as the umask does; safetensors keeps what it writes for the owner alone."""
+    usual = _partial(path)
+    usual.touch()
+    path.chmod(usual.stat().st_mode)
+    usual.unlink()
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{_process_space()}-{os.getpid()}-{next(_numbers)}")
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, StoredFile, StoredTensor, piece_key
 from flowtrain_lightning.checkpoint.digest import DIGEST_THREADS, digest_of, tensor_digest
+from flowtrain_lightning.checkpoint.files import take_usual_mode
 from flowtrain_lightning.checkpoint.index_file import DamagedCheckpointError
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.parallel.gradients import local_part
@@ -124,6 +125,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    take_usual_mode(path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

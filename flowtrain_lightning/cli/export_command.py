@@ -57,6 +57,7 @@ def _export_model(source: Path, folder: Path, weights_only: bool) -> None:
         ValueError: the checkpoint is not that of a model of Hugging Face.
     """
     from flowtrain_lightning.checkpoint import read_checkpoint
+    from flowtrain_lightning.checkpoint.files import take_usual_mode
     from flowtrain_lightning.models import module_class
 
     checkpoint = read_checkpoint(source, weights_only=weights_only, optimizers=False)
@@ -70,3 +71,5 @@ def _export_model(source: Path, folder: Path, weights_only: bool) -> None:
     module.configure_model()
     module.load_state_dict(checkpoint["state_dict"])
     module.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        take_usual_mode(file)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 from zipfile import BadZipFile
 
 import numpy as np
@@ -208,11 +208,11 @@ def _save(
 
 def _write(cache_file: Path, arrays: dict[str, Any]) -> None:
     cache_file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=cache_file.parent, prefix=f".{cache_file.name}.")
+    temporary = cache_file.with_name(f".{cache_file.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             np.savez(file, **arrays)
-        os.replace(temporary, cache_file)
+        temporary.replace(cache_file)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise

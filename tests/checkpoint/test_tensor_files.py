@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,6 +53,17 @@ def test_a_part_is_read_as_if_it_were_cut_from_the_whole(tmp_path, monkeypatch, 
     index = write_tensors(tmp_path, FILE, {"numbers": numbers})
     region = Region((2, 1, 0), (4, 3, 2))
     assert torch.equal(read_tensors(tmp_path, index, {"numbers": region})["numbers"], numbers[2:6, 1:4, :2])
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_others_may_read_a_file_as_far_as_the_umask_lets_them(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path, FILE, TENSORS)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o666 & ~umask
+    assert [file.name for file in (tmp_path / FILE).parent.iterdir()] == [Path(FILE).name]
 
 
 def test_large_tensors_lie_in_pieces_that_a_reader_can_check_one_by_one(tmp_path, monkeypatch):

@@ -47,6 +47,12 @@ def test_sizes_are_those_of_the_sequences_and_images(tmp_path):
     assert table.readable.all()
 
 
+def test_others_may_read_an_index_as_far_as_the_umask_lets_them(file, tmp_path):
+    index_table(file, MEASURE, tmp_path / "cache")
+    (kept,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert kept.stat().st_mode == file.stat().st_mode
+
+
 def test_a_file_is_measured_once(file, scans):
     first, second = index_table(file, MEASURE, None), index_table(file, MEASURE, None)
     assert len(scans) == 1
