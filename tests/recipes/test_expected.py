@@ -8,9 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flowtrain_lightning.cli import main
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 ROW = r"^\| (.*?) \| (\d+) \| ([\d.]+) s \| (\d+) \| ([\d.]+) to ([\d.]+) s \| (\d+) \| `(--model .*)` \|$"
 ROWS = re.findall(ROW, PAGE, flags=re.MULTILINE)
@@ -34,6 +36,18 @@ def test_a_recipe_takes_what_the_page_says(capsys, monkeypatch, row):
         best["peak_bytes"] / 1e9,
     ]
     assert [float(figure) for figure in written] == pytest.approx(told, rel=0.05)
+    planned = {role: (one["layout"]["shard"], one["recompute"]) for role, one in best["roles"].items()}
+    assert layouts_of(row[0]).items() <= planned.items(), "the recipe has another layout than the page's figures"
+
+
+def layouts_of(recipe: str) -> dict[str, tuple[str, str]]:
+    """Role -> how its ranks hold weights and what is computed again, where the recipe says it."""
+    name, _, file = recipe.replace("`", "").partition(", ")
+    config = yaml.safe_load((RECIPES / name / (file or "config.yaml")).read_text(encoding="utf-8"))
+    strategy = config["trainer"]["strategy"]
+    roles = strategy["init_args"].get("roles", {}) if isinstance(strategy, dict) else {}
+    again = "full" if config.get("model", {}).get("init_args", {}).get("recompute") else "none"
+    return {role: (wanted["shard"], wanted.get("recompute", again)) for role, wanted in roles.items()}
 
 
 def test_every_recipe_of_its_own_size_is_on_the_page():

@@ -81,7 +81,7 @@ CASES = [
     pytest.param(None, 2, id="who encodes is planned", marks=pytest.mark.full),
     pytest.param("1-gpu.yaml", 1, id="both halves on one device"),
     pytest.param("8-gpus.yaml", 4, id="both halves in shards", marks=pytest.mark.full),
-    pytest.param("64-gpus.yaml", 4, id="shards in two groups", marks=pytest.mark.full),
+    pytest.param("64-gpus.yaml", 4, id="shards over all nodes", marks=pytest.mark.full),
 ]
 """What is added to the recipe's configuration, and on how many processes its layout is tried."""
 
@@ -105,7 +105,7 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypat
     ("recipe", "added", "ranks"),
     [
         pytest.param("config.yaml", "1-gpu.yaml", 1, id="one device"),
-        pytest.param("config.yaml", "64-gpus.yaml", 4, id="shards in two groups"),
+        pytest.param("config.yaml", "64-gpus.yaml", 4, id="shards over all nodes"),
         pytest.param("lora.yaml", None, 2, id="adapters"),
     ],
 )
