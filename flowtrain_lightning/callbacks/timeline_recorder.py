@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import lightning as L
@@ -19,6 +21,9 @@ COLOURS = {
     "communication": "#e8a33d",
     "stall": "#e3e3e0",
 }
+
+DRAWN_RANKS = 8
+"""Ranks of each role in the picture of a step."""
 
 
 class TimelineRecorder(L.Callback):
@@ -79,16 +84,33 @@ def time_split(timelines: Sequence[dict[str, Any]]) -> dict[str, dict[str, float
     return {role: {kind: s / sum(kinds.values()) for kind, s in kinds.items()} for role, kinds in seconds.items()}
 
 
-def draw_step(timelines: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_step(timelines: Sequence[dict[str, Any]], path: Path, ranks: int | None = None) -> None:
     """Draws one training step, in the middle of those that were kept: a row per lane, a bar per span.
+
+    Of each role the first `DRAWN_RANKS` are drawn; the title says of how many.
 
     Args:
         timelines: see ``read_timelines``.
         path: the PNG to write.
+        ranks: of the run, where ``timelines`` are of some of them.
     """
     step = _middle_step(timelines)
-    if step is not None:
-        draw_steps({f"Step {step}: what each lane did when": (timelines, step)}, path)
+    if step is None:
+        return
+    shown, ranks = _first_ranks(timelines), len(timelines) if ranks is None else ranks
+    some = f" ({len(shown)} of {ranks} ranks)" if ranks > len(shown) else ""
+    draw_steps({f"Step {step}: what each lane did when{some}": (shown, step)}, path)
+
+
+def _first_ranks(timelines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    shown: list[dict[str, Any]] = []
+    drawn = Counter[str]()
+    for timeline in timelines:
+        roles = {span.lane for _, span in _training_spans([timeline])}
+        if any(drawn[role] < DRAWN_RANKS for role in roles):
+            shown.append(timeline)
+            drawn.update(roles)
+    return shown
 
 
 def draw_steps(steps: Mapping[str, tuple[Sequence[dict[str, Any]], int | None]], path: Path) -> None:
@@ -108,7 +130,7 @@ def draw_steps(steps: Mapping[str, tuple[Sequence[dict[str, Any]], int | None]],
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
     for axes, (title, (timelines, step)) in zip(panels, steps.items(), strict=True):
         _draw_lanes(axes, timelines, _middle_step(timelines) if step is None else step)
-        axes.set_title(title, loc="left")
+        axes.set_title(fill(title, 110), loc="left")
     panels[-1].set_xlabel("milliseconds since the step began")
     drawn = {_colour_name(span) for timelines, _ in steps.values() for _, span in _training_spans(timelines)}
     handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in drawn]

@@ -24,7 +24,7 @@ def read_lengths(path: Path) -> tuple[IntArray, pyarrow.Table]:
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError(
-            "reading Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
+            "reading Parquet needs pyarrow; install it with: pip install 'flowtrain-lightning[pack]'"
         ) from error
     if not path.is_file():
         raise UsageError(f"there is no file {path}.")

@@ -23,16 +23,33 @@ if TYPE_CHECKING:
 
 MISTAKES = (PackingError,)
 
-_PERCENT = {
-    "pad",
-    "idle_sync",
-    "idle_acc",
-    "idle_enc",
-    "idle_two",
-    "over",
-    "encoder_idle",
-    "flow_gap",
+_MEANINGS = {
+    "steps": "in the plan",
+    "samples_left": "samples that fill no step",
+    "pad": "of the token budget is unused",
+    "imb": "the costliest microbatch of a step over the mean one",
+    "imb_position": "the same among microbatches that ranks run together",
+    "idle_sync": "of their time ranks wait, if they meet at every microbatch",
+    "idle_acc": "of their time ranks wait, if they meet once a step",
+    "idle_enc": "idle_sync, of the media that each microbatch reads",
+    "idle_two": "idle_sync, where every rank encodes what it reads",
+    "mixcv": "how much samples per microbatch differ from step to step: deviation over mean",
+    "over": "of the microbatches are over the budget",
+    "encoder_idle": "of their time encoder ranks wait for each other",
+    "max_delay_seen": "steps that a sample waited at most",
+    "p999_delay": "steps that 999 of 1,000 samples waited at most",
+    "mean_delay": "steps that a sample waited on average",
+    "flow_gap": "by so much a step is longer than the work of its busiest rank, with an encoder that trains",
+    "samples_to_split": "samples that cost more than a mean microbatch by themselves",
+    "microseconds_per_sample": "that packing took",
+    "samples": "that were packed",
+    "samples_dropped": "over the budget",
+    "seed": "for the record",
+    "compile_seconds": "before packing began",
 }
+"""Figure -> what it says, after the number."""
+
+_PERCENT = {name for name in _MEANINGS if name.startswith("idle_")} | {"pad", "over", "encoder_idle", "flow_gap"}
 
 _AS_NEEDED = "as many microbatches are made as the samples need"
 _AT_ONCE = "no sample waits for another step"
@@ -77,7 +94,7 @@ def run() -> None:
     if options.json:
         print(json.dumps(figures))
     else:
-        print("\n".join(f"{name:<24}{_in_words(name, value)}" for name, value in figures.items()))
+        print("\n".join(f"{name:<24}{_in_words(name, value):<12}{_MEANINGS[name]}" for name, value in figures.items()))
         if not plan.steps:
             print(f"{len(tokens):,} samples fill no step, so the plan is empty; make steps smaller.")
 

@@ -102,4 +102,5 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, w
         *([f"--data.num_workers={workers}"] if workers else []),
     ]
     before = f"`--out {path}` writes the plan; then\n" if file is None else ""
-    return f"{before}  flowtrain fit --config config.yaml {' '.join(options)}"
+    after = "\non every node, as recipes/several_nodes starts it" if nodes > 1 else ""
+    return f"{before}  flowtrain fit --config config.yaml {' '.join(options)}{after}"

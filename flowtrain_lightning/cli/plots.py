@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +33,8 @@ COLOURS = {
     "sharding": "#1baa6f",
     "reduction": "#b3541e",
     "optimizer": "#7a5195",
-    "waiting": "#efefec",
-    "idle": "#f7f7f5",
+    "waiting": "#c9c9c4",
+    "idle": "#e3e3e0",
     "weights": "#2a78d6",
     "gradients": "#7fb2ea",
     "states": "#1b4f91",
@@ -50,6 +51,12 @@ _COLOUR, _OTHER = "#2a78d6", "#e8a33d"
 _STEPS = 3
 """First steps of a packing that are drawn."""
 
+_LEAST_ROWS, _LEAST_BINS = 3, 12
+"""Bars for which there is room at least: one alone would fill its panel."""
+
+_NARROW = 40
+"""Letters of a title above one of three panels side by side."""
+
 
 def draw_plan(report: PlanReport, path: Path) -> None:
     """Write a PNG: placements, the step in time, and the memory of the recommended plan."""
@@ -59,8 +66,9 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     bars = upper.barh([one.name for one in plans], [one.samples_per_second for one in plans], color="#8b8b85")
     bars[plans.index(report.choices.recommended.chosen)].set_color("#1baa6f")
     upper.bar_label(bars, [f"{100 * one.mfu:.1f} % MFU" for one in plans], padding=3)
+    upper.margins(x=0.12)  # room for what is written behind the longest bar
     upper.set_xlabel("samples/s")
-    upper.set_title(report.verdict().splitlines()[0], loc="left", fontsize=10)
+    _title(upper, report.verdict().splitlines()[0], 125)
     phases = step_phases(plan, problems)
     for role, spans in phases.items():
         for span in spans:
@@ -75,7 +83,8 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     lower.axvline(limit, color="#b3541e", linewidth=1)
     lower.set_xlabel("GB on a device; the line is what can be planned for")
     for axes in (upper, middle, lower):
-        axes.invert_yaxis()
+        rows = len(axes.get_yticks())
+        axes.set_ylim(max(rows, _LEAST_ROWS) - 0.5, -0.5)  # the first one above
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (middle, lower):
         _legend(axes)
@@ -108,8 +117,14 @@ def draw_sweep(found: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
     for each in fitting:
         point = (each["devices"], 100 * each["mfu"])
         right.annotate(each["placement"], point, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=8)
-    left.set_title(f"{title} (line: samples/s, dashes: MFU)", loc="left", fontsize=10)
+    left.margins(x=0.12)  # room for the names of the first and the last point
+    _title(left, f"{title} (line: samples/s, dashes: MFU)", 100)
     _save(figure, path, PlanningError)
+
+
+def _title(axes: Any, text: str, letters: int) -> None:
+    """Above a panel, in lines of so many letters at most."""
+    axes.set_title(fill(text, letters), loc="left", fontsize=10)
 
 
 def _legend(axes: Any) -> None:
@@ -184,7 +199,7 @@ def _draw_half(axes: Any, role: str, half: RoleProfile) -> None:
     tokens = [item.tokens for item in half.measured]
     axes.plot(tokens, [1e3 * item.seconds for item in half.measured], "o", color=_COLOUR, label="measured")
     axes.plot(tokens, [1e3 * predict(half.cost, item) for item in half.measured], "x", color=_OTHER, label="fitted")
-    axes.set_title(f"{role}: half of the errors below {100 * half.error:.1f} %", loc="left", fontsize=10)
+    _title(axes, f"{role}: half of the errors below {100 * half.error:.1f} %", _NARROW)
     axes.set(xlabel="tokens of a batch", ylabel="ms", xlim=(0, None), ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
 
@@ -193,9 +208,12 @@ def _draw_lengths(axes: Any, name: str, values: IntArray) -> None:
     width = max(1, -(-int(np.ptp(values)) // 40)) if len(values) else 1  # whole numbers, so no bar ends between two
     edges = np.arange(values.min(), values.max() + 2 * width, width) - 0.5 if len(values) else 1
     axes.hist(values, bins=edges, color=_COLOUR)
+    if len(values) and (room := _LEAST_BINS - np.ptp(values) / width) > 0:
+        axes.set_xlim(values.min() - room * width / 2, values.max() + room * width / 2)
+        axes.set_xticks(np.unique([values.min(), values.max()]))
     axes.set_ylabel("samples" if name.endswith("of a sample") else "media items")
     mean = f", {values.mean():,.1f} at the mean" if len(values) else ""
-    axes.set_title(f"{name}{mean}", loc="left", fontsize=10)
+    _title(axes, f"{name}{mean}", _NARROW)
 
 
 def _figure(width: float, height: float, kind: type[Exception]) -> Figure:
@@ -204,7 +222,7 @@ def _figure(width: float, height: float, kind: type[Exception]) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise kind("--plot needs matplotlib; install it with `pip install flowtrain-lightning[plot]`.") from error
+        raise kind("--plot needs matplotlib; install it with: pip install 'flowtrain-lightning[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

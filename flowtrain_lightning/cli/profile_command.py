@@ -114,7 +114,7 @@ def _write_lengths(data: DataProfile, path: Path) -> None:
         import pyarrow.parquet
     except ImportError as error:
         raise ProfileError(
-            "writing Parquet needs pyarrow; install it with `pip install flowtrain-lightning[pack]`."
+            "writing Parquet needs pyarrow; install it with: pip install 'flowtrain-lightning[pack]'"
         ) from error
     sizes = data.sizes
     columns = {"tokens": sizes.tokens}
@@ -128,6 +128,9 @@ def _write_lengths(data: DataProfile, path: Path) -> None:
 
 _SHOWN = 5
 """Sizes of each half in the table."""
+
+_POOR_HALF, _POOR_WORST = 0.15, 0.4
+"""Relative errors of half of the sizes, and of the worst one, above which a fit is called poor."""
 
 
 def profile_as_text(profile: Profile) -> str:
@@ -183,12 +186,25 @@ def _half(role: str, profile: Profile) -> str:
         f"{role}: {size}, {'trained' if half.trains else 'frozen'}",
         f"{passes}: {' + '.join(terms)}; half of the errors are below {100 * half.error:.1f} %",
     ]
+    lines += _poor_fit(half)
     if half.forward_share < 1:
         lines.append(f"of this the forward is {100 * half.forward_share:.0f} %")
     lines += _utilisation(half, profile.origin)
     if half.trains:
         lines.append(f"optimizer step: {1e3 * half.optimizer_seconds:.2f} ms")
     return "\n  ".join(lines)
+
+
+def _poor_fit(half: RoleProfile) -> list[str]:
+    """A warning where times do not follow the fitted cost; nothing where they do."""
+    worst = max(half.measured, key=half.error_of)
+    if half.error <= _POOR_HALF and half.error_of(worst) <= _POOR_WORST:
+        return []
+    return [
+        f"WARNING: the fit is poor, {100 * half.error_of(worst):.0f} % off at {worst.tokens:,.0f}. What is planned by "
+        "this profile may be off as much. Measure longer (--seconds), while nothing else runs here, on data whose "
+        "samples differ in size."
+    ]
 
 
 def _utilisation(half: RoleProfile, origin: ProfileOrigin) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,6 @@ from flowtrain_lightning.placement.simulation import PURPOSES, Activity, Simulat
 from flowtrain_lightning.placement.text_table import text_table
 
 MISTAKES = (PlanningError, PackingError, ProfileError)
-
-_DRAWN = 8
-"""Ranks of each role in the picture; the first ones."""
 
 
 def run() -> None:
@@ -173,14 +170,14 @@ def _values(found: Simulation) -> dict[str, Any]:
 
 
 def _draw(found: Simulation, path: Path) -> None:
-    from flowtrain_lightning.callbacks.timeline_recorder import draw_step  # which imports Lightning
+    from flowtrain_lightning.callbacks.timeline_recorder import DRAWN_RANKS, draw_step  # which imports Lightning
 
-    ranks = {rank for of_role in found.allocation.ranks.values() for rank in of_role[:_DRAWN]}
+    ranks = {rank for of_role in found.allocation.ranks.values() for rank in of_role[:DRAWN_RANKS]}
     try:
-        draw_step(_timelines(found, ranks), path)
+        draw_step(_timelines(found, ranks), path, found.allocation.size)
     except ImportError as error:
         raise PlanningError(
-            "--plot needs matplotlib; install it with `pip install flowtrain-lightning[plot]`."
+            "--plot needs matplotlib; install it with: pip install 'flowtrain-lightning[plot]'"
         ) from error
     except (OSError, ValueError) as error:
         raise PlanningError(f"{path} cannot be written: {error}") from error
@@ -188,20 +185,40 @@ def _draw(found: Simulation, path: Path) -> None:
 
 def _timelines(found: Simulation, ranks: set[int]) -> list[dict[str, Any]]:
     """The simulated work of ranks, in the form in which real runs record theirs."""
-    from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, Span
+    from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL, Span
 
-    def span(one: Activity) -> Span:
-        kind = COMMUNICATION if one.name == "reduction" else COMPUTE
-        return Span(one.role, kind, one.name, "train", one.step, one.number, one.start, one.end)
-
-    spans: dict[int, list[Span]] = defaultdict(list)
+    works: dict[int, list[Activity]] = defaultdict(list)
+    windows: dict[int, tuple[float, float]] = {}
+    spans: dict[int, list[Span]] = {rank: [] for rank in ranks}
     for one in found.activities:
-        if one.rank in ranks and one.name != "optimizer":  # no more than in a picture of a real run
-            spans[one.rank].append(span(one))
+        works[one.rank].append(one)
+        if one.rank not in ranks or one.name == "optimizer":  # no more than in a picture of a real run
+            continue
+        kind = COMMUNICATION if one.name == "reduction" else COMPUTE
+        spans[one.rank].append(Span(one.role, kind, one.name, "train", one.step, one.number, one.start, one.end))
+        start, end = windows.get(one.step, (one.start, one.end))
+        windows[one.step] = min(start, one.start), max(end, one.end)
+    for rank, of_rank in spans.items():
+        for step, window in windows.items():
+            for start, end in _idle(works[rank], *window):
+                lanes = [role for role, members in found.allocation.ranks.items() if rank in members]
+                of_rank += [Span(role, STALL, "wait", "train", step, -1, start, end) for role in lanes]
     return [
         {"rank": rank, "label": " and ".join(_lanes_of(rank, found.allocation)), "spans": of_rank}
         for rank, of_rank in sorted(spans.items())
     ]
+
+
+def _idle(works: Sequence[Activity], start: float, end: float) -> Iterator[tuple[float, float]]:
+    """The times between ``start`` and ``end`` in which a rank does none of its works."""
+    for one in sorted(works, key=lambda one: one.start):
+        if one.start >= end:
+            break
+        if one.start > start:
+            yield start, one.start
+        start = max(start, one.end)
+    if start < end:
+        yield start, end
 
 
 def _lanes_of(rank: int, allocation: Allocation) -> Iterator[str]:

@@ -77,7 +77,7 @@ def configured(
     """
     if find_spec("jsonargparse") is None:
         raise UsageError(
-            "configuration files need jsonargparse; install it with `pip install flowtrain-lightning[cli]`."
+            "configuration files need jsonargparse; install it with: pip install 'flowtrain-lightning[cli]'"
         )
     sys.path.insert(0, str(Path.cwd()))
     return kind(

@@ -90,8 +90,12 @@ class RoleProfile:
     @property
     def error(self) -> float:
         """The median relative error of ``cost`` on what was measured; 0 where nothing was."""
-        errors = [abs(predict(self.cost, item) / item.seconds - 1) for item in self.measured]
+        errors = list(map(self.error_of, self.measured))
         return float(np.median(errors)) if errors else 0.0
+
+    def error_of(self, item: Observation) -> float:
+        """The relative error of ``cost`` on one of what was measured."""
+        return abs(predict(self.cost, item) / item.seconds - 1)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,16 @@ def test_steps_of_several_runs_are_drawn_above_each_other_a_row_per_lane(tmp_pat
     assert heights["both"] > 1.5 * heights["one"]
 
 
+def test_of_many_ranks_the_first_ones_are_drawn(tmp_path):
+    many = [{**one_rank(["backbone"])[0], "rank": rank, "label": f"backbone {rank}"} for rank in range(64)]
+    heights = {}
+    for ranks in (8, 64):
+        draw_step(many[:ranks], tmp_path / f"{ranks}.png")
+        with Image.open(tmp_path / f"{ranks}.png") as picture:
+            heights[ranks] = picture.height
+    assert heights[64] == heights[8]
+
+
 def test_a_run_that_never_trained_has_no_picture_of_a_step(tmp_path):
     draw_step([], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -82,8 +82,13 @@ def test_media_may_be_absent_and_figures_are_named(pack):
     for name in ("pad", "idle_sync", "idle_acc", "mixcv", "encoder_idle", "flow_gap", "max_delay_seen", "samples_left"):
         assert name in printed
     assert "microseconds_per_sample" in printed
-    assert re.search(r"^pad +[\d.]+ %$", printed, flags=re.MULTILINE)
-    assert re.search(r"^imb +[\d.]+$", printed, flags=re.MULTILINE)
+    assert all(re.fullmatch(r"\w+ +[\d.e+-]+( %)? +\S.*", line) for line in printed.splitlines()), (
+        "each figure is explained"
+    )
+    assert re.search(r"^pad +[\d.]+ % +of the token budget is unused$", printed, flags=re.MULTILINE)
+    assert re.search(
+        r"^imb +[\d.]+ +the costliest microbatch of a step over the mean one$", printed, flags=re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(("policy", "dropped", "packed"), [("drop", 1, 39), ("truncate", 0, 40)])

@@ -39,6 +39,15 @@ def test_what_could_not_be_counted_is_unknown():
     assert "unknown" in text(flops=None)
 
 
+@pytest.mark.parametrize(("seconds", "poor"), [((0.9, 2.1, 3.5), False), ((0.9, 2.1, 1.0), True)])
+def test_a_fit_that_times_do_not_follow_is_warned_of(seconds, poor):
+    measured = tuple(Observation(float(1 + number), 0.0, each) for number, each in enumerate(seconds))
+    half = replace(PROFILE.roles["backbone"], cost=CostModel(1.1, 0.0, 0.0), measured=measured)
+    printed = profile_as_text(replace(PROFILE, roles={**PROFILE.roles, "backbone": half}))
+    warned = "WARNING: the fit is poor, 230 % off at 3. What is planned by this profile may be off as much." in printed
+    assert warned == poor
+
+
 def test_halves_that_did_not_fit_are_said_to_have_been_cut():
     assert "The halves did not fit whole." in profile_as_text(replace(PROFILE, whole=False))
     assert "did not fit" not in profile_as_text(PROFILE)

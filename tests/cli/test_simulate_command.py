@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from flowtrain_lightning.allocator import Allocation, Layout, default_allocation
 from flowtrain_lightning.allocator.plan_file import write_plan
@@ -56,7 +57,9 @@ def test_it_says_how_long_steps_take_and_where_time_goes(simulate, tmp_path):
     assert "samples/s, " in printed
     assert [line.split()[0] for line in printed.splitlines()[-4:-2]] == ["encoder", "backbone"]
     assert "does not say how long ranks take to sum gradients" in printed
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    with Image.open(tmp_path / "timeline.png") as picture:
+        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 24)}
+    assert colours[227, 227, 224] > 0.01 * sum(colours.values()), "waiting is grey"
 
 
 def test_json_has_every_figure_and_the_same_seed_gives_the_same(simulate):
