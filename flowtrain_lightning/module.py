@@ -32,6 +32,8 @@ from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+# Of Lightning, and of torch where it copies such objects: nobody who trains can change that.
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 class StepRunner(Protocol):
@@ -464,7 +466,7 @@ class FlowModule(L.LightningModule):
         if batch is not None and not isinstance(batch, StepBatch):
             raise TypeError(
                 f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "
-                "Pass `datamodule=FlowDataModule(...)` to the Trainer."
+                "Give fit such a module: trainer.fit(module, datamodule=FlowDataModule(...))."
             )
         if self._runner is None or self._runner.trainer is not self.trainer:
             strategy = self.trainer.strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 try:
@@ -28,9 +29,10 @@ def compiled(function: Function) -> Function:
 
 
 def announce_compilation(announce: Callable[[str], object]) -> None:
-    """Have ``announce`` called with a sentence before a loop is compiled that numba's cache on disk does not hold.
+    """Have ``announce`` called with a sentence before loops are compiled of which numba's cache on disk holds none.
 
-    It is called once, however many loops are compiled. A later call of this function replaces ``announce``.
+    It is called once, however many loops are compiled: one that only a later run needs takes seconds. A later call of
+    this function replaces ``announce``.
     """
     if numba is None:
         return
@@ -39,8 +41,11 @@ def announce_compilation(announce: Callable[[str], object]) -> None:
         announced = False
 
         def on_start(self, started: Any) -> None:
-            if not self.announced and started.data["dispatcher"].py_func.__module__.startswith(__package__):
-                self.announced = True
+            loop = started.data["dispatcher"]
+            if self.announced or not loop.py_func.__module__.startswith(__package__):
+                return
+            self.announced = True
+            if not _has_compiled(loop):
                 announce(_ANNOUNCEMENT)
 
         def on_end(self, ended: Any) -> None:
@@ -50,3 +55,9 @@ def announce_compilation(announce: Callable[[str], object]) -> None:
         event.unregister(_COMPILING, _listeners.pop())  # type: ignore[no-untyped-call]
     _listeners.append(Announcer())
     event.register(_COMPILING, _listeners[0])  # type: ignore[no-untyped-call]
+
+
+def _has_compiled(loop: Any) -> bool:
+    """Whether loops beside this one are in the cache, compiled by this numba from files that are as they were."""
+    since = max(Path(file).stat().st_mtime for file in (numba.__file__, loop.py_func.__code__.co_filename))
+    return any(found.stat().st_mtime > since for found in Path(loop.stats.cache_path).glob("*.nbi"))

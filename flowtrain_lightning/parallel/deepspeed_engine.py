@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -38,6 +39,8 @@ def start_engine(
         a `deepspeed.DeepSpeedEngine`, and of each group this rank's part, flat, which is to be stepped before the
         engine's own `step`; by ZeRO-3, instead of it.
     """
+    # It calls collectives by names that torch has replaced; nobody who trains can change that.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated\. Please use .*_single")
     optimizer = _SteppedByUser(groups) if groups else None
     config = {
         "train_micro_batch_size_per_gpu": 1,  # it counts forwards by itself only where it runs them

@@ -308,5 +308,5 @@ def refuse_missing_deepspeed(stage: Stage) -> None:
     if find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
             f"A role has shard 'deepspeed-{stage}', but DeepSpeed is not installed: pip install "
-            "flowtrain-lightning[deepspeed]. Or give it shard 'fsdp', which PyTorch brings."
+            "'flowtrain-lightning[deepspeed]'. Or give it shard 'fsdp', which PyTorch brings."
         )

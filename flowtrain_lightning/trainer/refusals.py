@@ -57,7 +57,8 @@ def refuse_foreign_module(module: L.LightningModule) -> None:
     if not isinstance(module, FlowModule):
         raise TypeError(
             f"strategy='flowtrain' splits a flowtrain_lightning.FlowModule into its halves, but got "
-            f"{type(module).__name__}. Derive it from FlowModule, or use strategy='auto' or 'ddp'."
+            f"{type(module).__name__}. Derive it from FlowModule, as docs/migrating.md shows of a whole module, or use "
+            "strategy='auto' or 'ddp'."
         )
 
 

@@ -128,7 +128,7 @@ def _said(function: Any) -> str:
 
 def test_where_deepspeed_is_missing_an_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install flowtrain-lightning\[deepspeed\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'flowtrain-lightning\[deepspeed\]"):
         DeepSpeedHalf({"half": nn.Linear(2, 2)}, None, torch.device("cpu"), stage=1)
 
 

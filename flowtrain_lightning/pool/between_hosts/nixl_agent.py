@@ -43,7 +43,7 @@ class NixlAgent:
         except ImportError as error:
             raise PoolError(
                 f"'nixl' was chosen between hosts, but that package cannot be imported ({error}). "
-                "Install it by `pip install flowtrain-lightning[nixl]`, or choose 'auto'."
+                "Install it, pip install 'flowtrain-lightning[nixl]', or choose 'auto'."
             ) from error
         self._nixl: Any = nixl
         self._registered: list[Any] = []

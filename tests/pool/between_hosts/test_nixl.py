@@ -23,7 +23,7 @@ CAPACITY = entry_nbytes([ELEMENTS * 4])
 
 def test_where_nixl_is_not_installed_a_sentence_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with meshes(2, "nixl") as made, pytest.raises(PoolError, match=r"pip install flowtrain-lightning\[nixl\]"):
+    with meshes(2, "nixl") as made, pytest.raises(PoolError, match=r"pip install 'flowtrain-lightning\[nixl\]"):
         open_pools(made, 1 << 16, 0, "nixl")
 
 
