@@ -49,21 +49,19 @@ def _cell(value: Any) -> str:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Waiting ranks and packing time of every packer, on the mix."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    """Waiting ranks and packing time of every packer on the mix, by numbers that the legend explains."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for result in (result for result in results if result["data"] == "mix"):
-        own = result["name"].startswith("this")
-        axes.scatter(max(result["idle_sync"], 1e-3), result["us"], color="#2a78d6" if own else "#8a8a85", zorder=3)
-        axes.annotate(
-            result["name"],
-            (max(result["idle_sync"], 1e-3), result["us"]),
-            fontsize=7,
-            xytext=(4, 3),
-            textcoords="offset points",
-        )
+    on_mix = [each for each in results if each["data"] == "mix" and each.get("idle_sync") is not None]
+    for number, result in enumerate(on_mix, 1):
+        point = max(result["idle_sync"], 1e-3), result["us"]
+        colour = "#2a78d6" if result["name"].startswith("this") else "#8a8a85"
+        axes.scatter(*point, color=colour, label=f"{number}  {result['name']}", zorder=3)
+        beside = ((4, 3), (4, -9), (-13, 3), (-13, -9))[number % 4]  # of those that fall together each can be read
+        axes.annotate(str(number), point, fontsize=8, xytext=beside, textcoords="offset points")
     axes.set(xscale="log", yscale="log", xlabel="idle at every microbatch, %", ylabel="microseconds per sample")
     axes.set_title("Mix: waiting ranks and packing time", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     figure.savefig(path, dpi=140)
