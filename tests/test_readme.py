@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import flowtrain_lightning
 from flowtrain_lightning.cli.command_table import COMMANDS
+from tests.exactness.layouts import trainer_for
+from tests.ways.pasting import adapted
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,6 +37,24 @@ def test_the_example_uses_names_that_exist():
     }
     assert used >= {"FlowModule", "FlowDataModule"}
     assert [name for name in used if not hasattr(flowtrain_lightning, name)] == []
+
+
+@pytest.mark.full
+def test_the_five_lines_train_on_rows_as_the_hub_has_them(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    from tests.models.test_pretrained import published  # which imports transformers
+
+    monkeypatch.chdir(tmp_path)
+    picture = {"bytes": (ROOT / "docs/packing.png").read_bytes(), "path": "bars.png"}
+    pair = {"user": "What is drawn?", "assistant": "Bars.", "source": "ai2d"}
+    rows = datasets.Dataset.from_list([{"images": [picture], "texts": [pair]}] * 8)
+    rows.cast_column("images", [datasets.Image()]).save_to_disk("rows")
+    own = {'"Qwen/Qwen2-VL-2B-Instruct"': f'"{published(tmp_path / "model", "qwen2_5_vl")}", max_pixels=50_000'}
+    own['"HuggingFaceM4/the_cauldron", config="ai2d"'] = '"rows"'
+    block = re.sub(r"L\.Trainer\(.*?\)", "trainer", adapted(BLOCKS[0], own))
+    names: dict[str, Any] = {"trainer": trainer_for("auto", max_steps=2, default_root_dir=tmp_path)}
+    exec(block, names)
+    assert 0 < float(names["trainer"].callback_metrics["train_loss"]) < 10
 
 
 def test_the_example_defines_methods_that_a_module_has():
