@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.data import PackedBatch
@@ -45,7 +46,8 @@ def own_merge(
         given["mm_encoder_outputs"] = {"image": as_encoder_output(levels, traits.form)}
     given |= token_kinds(model, batch.tokens, places)
     try:
-        arguments = decoder_arguments(decoder_of(model), lambda: whole_of(model)(**given))
+        with _located(whole_of(model), batch.tokens.device) as whole:
+            arguments = decoder_arguments(decoder_of(model), lambda: whole(**given))
     except AttributeError as error:
         raise TypeError(
             f"{type(model).__name__} asks its encoder's outputs for more than rows of features, which nobody carries "
@@ -59,6 +61,20 @@ def own_merge(
             blocks = image_blocks(places, len(batch.tokens))
         found["sight"] = SightMask(batch, blocks)
     return found
+
+
+@contextmanager
+def _located(whole: Any, device: torch.device) -> Iterator[Any]:
+    """A model that says that it is on a device.
+
+    It would say that of its first weight, which is of the tower: on ranks that do not encode that has no memory.
+    """
+    kind = type(whole)
+    whole.__class__ = type(kind.__name__, (kind,), {"device": device})
+    try:
+        yield whole
+    finally:
+        whole.__class__ = kind
 
 
 class _ReachedError(Exception):
