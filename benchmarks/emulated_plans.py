@@ -64,7 +64,7 @@ def text(results: dict[str, Any]) -> str:
         for name, run in results.items()
     ]
     head = ["cell", "planned s", "simulated s", "measured s", "beside planned", "beside simulated", "cores of ranks"]
-    lines = [table(head, rows), "", "Simulated: the run's own steps. Planned: ten steps drawn from the same records."]
+    lines = [table(head, rows), "", "Simulated: the run's own steps. Planned: steps drawn from the same records."]
     for kind in KINDS:
         off = [abs(run["step"] / run["planned"] - 1) for run in results.values() if run["kind"] == kind]
         if off:

@@ -29,7 +29,7 @@ from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.cli.plan_choice import running_plans
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import IntArray, SampleSizes
-from flowtrain_lightning.placement.drawn_steps import STEPS, DrawnSteps, draw_steps
+from flowtrain_lightning.placement.drawn_steps import steps_of
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
@@ -168,8 +168,7 @@ def _cell(kind: str, number: int, drawn: _Draw, folder: Path) -> PlanCell | None
     plan = next((one for one in running if one.kind == wanted), None)
     if plan is None:
         return None
-    steps = DrawnSteps(sizes, draw_steps(records, drawn.samples, STEPS, seed=0), drawn.token_budget)
-    (played,) = PlanSimulator(problems, steps).simulated([plan])
+    (played,) = PlanSimulator(problems, steps_of(workload, sizes)).simulated([plan])
     return PlanCell(kind, f"{kind} {number}", drawn.what, folder, problems, plan, played.seconds)
 
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from flowtrain_lightning.allocator.devices import Device
-
-LAUNCH = 6.5e-6
-"""Seconds in which eager code starts an operation: PyTorch's dispatcher with autograd takes 5 to 8 µs, by the host."""
+from flowtrain_lightning.allocator.devices import LAUNCH, Device
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,8 @@ class Efficiency:
         contention: seconds by which a second of hidden exchange slows the computing that hides it; both want memory.
         jitter: standard deviation of a device's time for the same work, as a share of it. Ranks in lockstep wait for
             the slowest.
-        launch: seconds that starting an operation takes; a backward has twice as many as its forward. Where kernels are
-            shorter than that, starting them is what takes the time.
+        launch: seconds that starting an operation takes, by the host. Where kernels are shorter than that, starting
+            them is what takes the time.
     """
 
     dense: float
@@ -84,11 +81,11 @@ fitted: the residuals that ``benchmarks/fit_planner.py`` prints last."""
 
 WIDENING: Mapping[str, tuple[float, float]] = {
     "another code base": (0.12, 0.20),
-    "another device": (0.10, 0.10),
-    "tensor or context ranks": (0.10, 0.14),
-    "a pipeline": (0.10, 0.16),
-    "a mixture of experts": (0.15, 0.30),
-    "fp8": (0.15, 0.15),
+    "another device": (0.08, 0.08),
+    "tensor or context ranks": (0.10, 0.10),
+    "a pipeline": (0.10, 0.12),
+    "a mixture of experts": (0.12, 0.25),
+    "fp8": (0.10, 0.12),
     "an encoder": (0.12, 0.42),
     "roles on devices of their own": (0.08, 0.08),
 }
@@ -112,4 +109,5 @@ def assumed_efficiency(device: Device, coefficients: Coefficients = PLANNED) -> 
         exchange=coefficients.exchange,
         contention=coefficients.contention,
         jitter=coefficients.jitter,
+        launch=device.launch,
     )

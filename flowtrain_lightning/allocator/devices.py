@@ -12,6 +12,13 @@ from flowtrain_lightning.allocator.role_layout import PlanningError
 
 GIB = 2.0**30
 
+LAUNCH = 6.5e-6
+"""Seconds in which eager code starts an operation: PyTorch's dispatcher with autograd takes 5 to 8 µs, by the host."""
+
+TILE = 128
+"""Side of the tile of a result that one processor computes at a time (NVIDIA, "Matrix multiplication background user's
+guide", tile and wave quantization)."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -32,6 +39,8 @@ class Device:
         peak_float8: FLOP/s of dense fp8 products, on paper; None where there are none.
         host: bytes/s to and from the host's memory, as copies reach it.
         overhead: bytes that context, libraries and communication buffers take.
+        launch: seconds in which its host starts an operation of eager code.
+        tile: numbers of a matrix product's result that a processor computes at a time.
         source: where the numbers are from.
 
     Raises:
@@ -52,6 +61,8 @@ class Device:
     peak_float8: float | None = None
     host: float = 50e9
     overhead: float = 2 * GIB
+    launch: float = LAUNCH
+    tile: int = TILE**2
     source: str = "given by the user"
 
     def __post_init__(self) -> None:
@@ -99,6 +110,9 @@ class Cluster:
 _MATMUL = "best product: ml-engineering, compute/accelerator, table of maximum achievable matmul FLOPS"
 _FLASH_2 = "attention: FlashAttention-2, arXiv 2307.08691, section 4.1"
 
+_BLACKWELL = 2 * TILE**2
+"""Two processors compute one tile of 256 x 256 together (CUTLASS, "Blackwell SM100 GEMMs", 2-SM tcgen05.mma)."""
+
 _CX7 = "network 8 x 400 Gb/s a node"
 
 DEVICES: Mapping[str, Device] = {
@@ -141,17 +155,17 @@ DEVICES: Mapping[str, Device] = {
         ),
         Device(
             "b200", 2250e12, 1125e12, 191.5e9, 8.0e12, 900e9, 50e9, 8, 148, 0.776, 0.30,
-            peak_float8=4500e12,
+            peak_float8=4500e12, tile=_BLACKWELL,
             source=f"NVIDIA B200 data sheet; {_CX7}; {_MATMUL}; attention assumed",
         ),
         Device(
             "b300", 2250e12, 1125e12, 287e9, 8.0e12, 900e9, 100e9, 8, 148, 0.776, 0.30,
-            peak_float8=4500e12,
+            peak_float8=4500e12, tile=_BLACKWELL,
             source="NVIDIA HGX B300 data sheet; network 8 x 800 Gb/s a node; shares as for the B200",
         ),
         Device(
             "gb200", 2500e12, 1250e12, 197e9, 8.0e12, 900e9, 50e9, 64, 152, 0.776, 0.30,
-            peak_float8=5000e12, host=200e9,
+            peak_float8=5000e12, host=200e9, tile=_BLACKWELL,
             source="NVIDIA GB200 NVL72 data sheet; 64 of its 72 make a node, so that degrees divide it; "
             "network 400 Gb/s each; shares as for the B200",
         ),
@@ -231,7 +245,7 @@ def device_from(values: Mapping[str, Any]) -> Device:
     for name, value in given.items():
         if name not in ("name", "source") and value is not None:
             given[name] = _number(name, value)
-    given["per_node"], given["units"] = int(given["per_node"]), int(given["units"])
+    given.update({name: int(given[name]) for name in ("per_node", "units", "tile") if name in given})
     return Device(**given)
 
 

@@ -28,28 +28,39 @@ _RMS_NORM_WIDTHS = 18.0
 _LAYER_NORM_WIDTHS = 10.0
 """The same of a layer norm that autocast runs in float32: to float32, the norm, and back for the product behind it."""
 
-_ROTATION = 5
-"""Operations that rotate queries, or keys: negate a half, put together, two products, a sum."""
+_ROTATION, _FLOAT_ROTATION = 5, 7
+"""Operations that rotate queries, or keys: negate a half, put together, two products, a sum; and in float32 there and
+back, as of the towers of Qwen's models."""
 
 _ROTATION_WIDTHS, _FLOAT_ROTATION_WIDTHS = 10.0, 26.0
-"""Numbers of 2 bytes that these read and write for each that is rotated; and in float32, there and back, as of the
-towers of Qwen's models, whose queries, keys and values are one product."""
+"""Numbers of 2 bytes that these read and write for each that is rotated; of these towers queries, keys and values are
+one product."""
 
-_ROUTING = 25
+_ROUTING = 18
 """Operations that choose experts, sort tokens by them and put the results back."""
+
+_CASTS = 4
+"""Operations that cast what four products read to 8 bits, scaled and transposed: one for each (Transformer Engine)."""
 
 _ADAPTED = 5
 """Operations of an adapter: a cast, two products, a scale and a sum."""
 
 
-def operations(part: Layers) -> int:
-    """Operations that a layer's forward starts; views are none. As counted on models of Hugging Face."""
+def operations(part: Layers, *, eight_bits: bool = False) -> int:
+    """Operations that a layer's forward starts; views are none. As counted on models of Hugging Face.
+
+    Args:
+        part: the layers.
+        eight_bits: inputs of products are cast before each of them.
+    """
     norms = 2 * (_RMS_NORM if part.gated else 1)
-    rotations = 2 * _ROTATION if part.gated or part.fused else 0
+    rotations = 2 * (_FLOAT_ROTATION if part.fused else _ROTATION) if part.gated or part.fused else 0
     attention = (1 if part.fused else 3) + 1 + 1  # queries, keys and values; attention; its projection
     perceptron = 5 if part.gated else 3
     adapters = _ADAPTED * (7 if part.gated else 6) if part.adapters else 0
-    return norms + rotations + attention + perceptron + 2 + adapters + (_ROUTING if part.experts is not None else 0)
+    routing = _ROUTING if part.experts is not None else 0
+    casts = _CASTS if eight_bits else 0
+    return norms + rotations + attention + perceptron + 2 + adapters + routing + casts
 
 
 def moved_bytes(part: Layers, width: int, ranks: Division, *, eager: bool) -> float:

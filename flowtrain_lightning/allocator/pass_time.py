@@ -106,7 +106,7 @@ def _layer_seconds(
     moved = moving_seconds(
         mine * (moved_bytes(part, width, ranks, eager=problem.precision.eager) + casts), device, share
     )
-    start = share.launch * operations(part)
+    start = share.launch * _operations(problem, part, mine, pairs)
     forward = np.maximum(products + adapters + attention + moved, start)
     tensor, context = _exchange(problem, part, family, tokens)
     gathered = tensor / 2  # the other half is scattered, which selective recomputing keeps
@@ -122,6 +122,13 @@ def _layer_seconds(
     elif family.recompute == "selective":
         backward, sent = backward + moved, sent + gathered
     return forward, backward, sent
+
+
+def _operations(problem: RoleProblem, part: Layers, tokens: FloatArray, pairs: FloatArray | float) -> FloatArray:
+    """Operations that a layer's forward starts; in float32 attention is one for each sequence."""
+    each = operations(part, eight_bits=problem.precision.multiplied < 2)
+    sequences = tokens / np.maximum(1.0, pairs * (1 + part.causal))
+    return each + np.maximum(0.0, sequences - 1) * (problem.precision.computing > 2)
 
 
 def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:

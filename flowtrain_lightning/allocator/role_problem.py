@@ -258,6 +258,8 @@ class RoleProblem:
     @cached_property
     def full_batches(self) -> float:
         """Forwards that the items of a step fill, as the packer counts them: within the budget, and no item is cut."""
+        if self.load.forwards is not None:
+            return float(self.load.forwards)
         lengths = np.sort(self.load.lengths)[::-1].astype(np.int64)
         count = max(1, round(self.load.items))
         few = min(count, _PACKED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from statistics import NormalDist
 from typing import Any
@@ -15,6 +15,7 @@ from flowtrain_lightning.allocator.flops import IntArray
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.role_graph import BACKBONE
+from flowtrain_lightning.packing.sample_stream import StreamSettings
 
 LOSS_CHUNK = 1024
 """Tokens of a chunk where nothing else is said."""
@@ -27,11 +28,13 @@ class Workload:
     Attributes:
         tokens: ``[samples]`` backbone tokens of each drawn sample, media tokens included.
         media: modality -> ``[items]`` encoder tokens (patches, frames) of each media item in the drawn samples.
-        global_batch_size: samples of a step.
+        global_batch_size: samples of a step; on average, where a step has ``microbatches``.
         token_budget: the most tokens of a backbone microbatch.
         encoder_budget: the most encoder tokens of an encoder batch.
         loss_chunk: tokens whose logits exist at the same time, as the loss of the models of Hugging Face takes them
             (`flowtrain_lightning.models`); None is the microbatch.
+        microbatches: of a step over all ranks, which it fills with as many samples as that takes; None makes steps of
+            ``global_batch_size`` samples.
 
     Raises:
         PlanningError: no samples, or a number below 1.
@@ -43,9 +46,10 @@ class Workload:
     token_budget: int = 8192
     encoder_budget: int = ENCODER_BUDGET
     loss_chunk: int | None = LOSS_CHUNK
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk"):
+        for name in ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk", "microbatches"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PlanningError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
         if not len(self.tokens) or self.tokens.min() < 1:
@@ -55,6 +59,12 @@ class Workload:
                 f"The longest sample has {longest:,} tokens, but a microbatch takes {self.token_budget:,}; raise the "
                 "token budget or leave such samples out."
             )
+
+    def filling(self, microbatches: int) -> Workload:
+        """The same in steps that fill so many microbatches, as training makes them where nothing else is said."""
+        tokens = StreamSettings.fill * microbatches * self.token_budget
+        samples = max(1, round(tokens / self.tokens.mean()))
+        return replace(self, microbatches=microbatches, global_batch_size=samples)
 
     @property
     def encoder_tokens(self) -> dict[str, float]:
@@ -72,6 +82,7 @@ class RoleLoad:
         budget: the most tokens of one forward.
         batches_in_flight: batches whose activations may be kept at the same time, without a pipeline.
         loss_chunk: tokens whose logits exist at the same time; None is all of a forward.
+        forwards: of a step that fills them; None is as many as its items need.
     """
 
     lengths: IntArray
@@ -79,6 +90,7 @@ class RoleLoad:
     budget: int
     batches_in_flight: int
     loss_chunk: int | None = None
+    forwards: int | None = None
 
     @property
     def tokens(self) -> float:
@@ -132,5 +144,6 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
         in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
         loads[module.role_of(modality)] = RoleLoad(lengths, items, budget, in_flight)
-    loads[BACKBONE] = RoleLoad(workload.tokens, size, workload.token_budget, 1, workload.loss_chunk)
+    budget, filled = workload.token_budget, workload.microbatches
+    loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, 1, workload.loss_chunk, filled)
     return loads

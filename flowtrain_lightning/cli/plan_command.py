@@ -31,6 +31,7 @@ from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, re
 from flowtrain_lightning.cli.plan_question import PlanQuestion, best_budget
 from flowtrain_lightning.cli.plan_remedies import refusal
 from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
+from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
 from flowtrain_lightning.cli.plan_sweep import sweep
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PROFILE.json",
         help="how fast this module was measured to be on the device",
     )
-    add("--batch", "--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
+    add_step_size(parser)
     add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
     add(
         "--loss-chunk",
@@ -144,7 +145,6 @@ def _question(options: argparse.Namespace) -> PlanQuestion:
     device = read_device(options.device)
     per_node = devices_per_node(options.devices, device, options.nodes)
     settings = {
-        "global_batch_size": options.batch,
         "token_budget": None if options.token_budget == SEARCH else options.token_budget,
         "encoder_budget": options.encoder_budget,
         "loss_chunk": options.loss_chunk,
@@ -153,7 +153,7 @@ def _question(options: argparse.Namespace) -> PlanQuestion:
     return PlanQuestion(
         module,
         Cluster(device, options.devices, per_node),
-        read_workload(options.data, module, settings),
+        in_steps(read_workload(options.data, module, settings), options, is_assumed=options.data is None),
         options.data,
         replace(
             PRECISIONS[options.precision].with_optimizer(options.optimizer), frozen=2 if options.frozen_bf16 else None

@@ -24,8 +24,8 @@ from flowtrain_lightning.allocator.role_problem import Precision
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_choice import Choices, can_run, choose_plans, running_plans
 from flowtrain_lightning.cli.plan_input import read_efficiencies
-from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.placement.drawn_steps import STEPS, DrawnSteps, draw_steps, sizes_of
+from flowtrain_lightning.packing import DEFAULT_COST
+from flowtrain_lightning.placement.drawn_steps import sizes_of, steps_of
 from flowtrain_lightning.placement.profile import Profile
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
@@ -78,16 +78,10 @@ class PlanQuestion:
         """Plays plans as `flowtrain simulate` does; None where it plays no such module: one encoder is simulated."""
         if len(self.module.encoders) != 1:
             return None
-        sizes = self._sizes
-        chosen = draw_steps(len(sizes), self.workload.global_batch_size, STEPS, seed=0)
-        steps = DrawnSteps(sizes, chosen, self.workload.token_budget, encoder_budget=self.workload.encoder_budget)
-        if self.profile is not None:
-            steps = replace(steps, cost=self.profile.cost, encoder_cost=self.profile.encoder_cost)
+        profile, sizes = self.profile, sizes_of(self.workload) if self.data is None else read_sizes(self.data)
+        balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
+        steps = steps_of(self.workload, sizes, balanced_by)
         return PlanSimulator(self.problems, steps)
-
-    @property
-    def _sizes(self) -> SampleSizes:
-        return sizes_of(self.workload) if self.data is None else read_sizes(self.data)
 
     def answer(self) -> Choices:
         """The plans to show.
@@ -117,15 +111,19 @@ class PlanQuestion:
         seconds = self.costs.fastest_alone(
             BACKBONE, lambda layout: can_run(BACKBONE, layout, self.problems, "separate")
         )
-        return seconds / float(self.workload.tokens.mean())
+        return seconds / self.problems[BACKBONE].load.tokens
 
     def with_budget(self, tokens: int) -> PlanQuestion:
-        """The same with another token budget, which cuts lengths that are only assumed."""
-        if self.data is None and int(self.workload.tokens.max()) != tokens:
+        """The same with another token budget, which cuts lengths that are only assumed; a step keeps its tokens."""
+        before = self.workload
+        workload = replace(before, token_budget=tokens, microbatches=None)
+        if self.data is None and int(before.tokens.max()) != tokens:
             kept = ("global_batch_size", "encoder_budget", "loss_chunk")
-            settings: dict[str, Any] = {name: getattr(self.workload, name) for name in kept}
-            return replace(self, workload=typical_workload(self.module, token_budget=tokens, **settings))
-        return replace(self, workload=replace(self.workload, token_budget=tokens))
+            settings: dict[str, Any] = {name: getattr(before, name) for name in kept}
+            workload = typical_workload(self.module, token_budget=tokens, **settings)
+        if before.microbatches is not None:
+            workload = workload.filling(max(1, round(before.microbatches * before.token_budget / tokens)))
+        return replace(self, workload=workload)
 
     def with_encoder_budget(self, patches: int) -> PlanQuestion:
         """The same with another bound of encoder batches."""

@@ -67,6 +67,7 @@ class PlanReport:
             "devices_per_node": cluster.per_node,
             "data": self.data,
             "token_budget": self.problems[BACKBONE].load.budget,
+            "samples": round(self.problems[BACKBONE].load.items),
             "recommended": choice.chosen.kind if reason is None else None,
             "best": choice.chosen.kind,
             "reason": choice.reason,
@@ -148,10 +149,13 @@ class PlanReport:
         problem = self.problems[BACKBONE]
         cluster, load = problem.cluster, problem.load
         sizes = ", ".join(f"{role} {_billions(half.parameters)}" for role, half in self.module.roles.items())
+        samples, microbatches = counted(round(load.items), "sample"), "microbatches"
+        if load.forwards is not None:
+            samples, microbatches = f"about {samples}", counted(load.forwards, "microbatch")
         return (
             f"{self.module.name} ({sizes}) on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node\n"
-            f"A step has {counted(round(load.items), 'sample')}, {tokens_in_words(self.problems)}, in microbatches of "
-            f"up to {load.budget:,} tokens; data: {self.data}."
+            f"A step has {samples}, {tokens_in_words(self.problems)}, in {microbatches} of up to {load.budget:,} "
+            f"tokens; data: {self.data}."
         )
 
     def _shown_in_words(self) -> str:
@@ -209,6 +213,11 @@ def batch_warning(problems: Problems) -> str | None:
     if (samples := smallest_full_batch(problems)) is None:
         return None
     load, devices = problems[BACKBONE].load, problems[BACKBONE].cluster.devices
+    if load.forwards is not None:
+        return (
+            f"A step of {counted(load.forwards, 'microbatch')} is small for {devices:,} devices: --microbatches "
+            f"{devices} would give each of them one."
+        )
     return (
         f"The batch of {counted(round(load.items), 'sample')} is small for {devices:,} devices: {samples:,} samples "
         f"would give each of them a microbatch of {load.budget:,} tokens."

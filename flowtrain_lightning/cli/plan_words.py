@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowtrain_lightning.allocator import BACKBONE, Layout
+from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.role_problem import RoleProblem
-from flowtrain_lightning.packing.sample_stream import StreamSettings
 from flowtrain_lightning.placement.text_table import counted
 
 _HELD = {
@@ -79,7 +78,7 @@ def tokens_in_words(problems: Problems) -> str:
 def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, workers: int) -> str:
     """The command that trains on a plan, by a configuration of the user's own.
 
-    A step has about as many tokens there as planned, in equally many microbatches on every rank of the backbone.
+    Steps there are as planned: they fill as many microbatches, or have as many samples.
 
     Args:
         plan: that training runs.
@@ -89,16 +88,18 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, w
     """
     path = Path("plan.yaml") if file is None else file
     nodes = -(-plan.devices // backbone.cluster.per_node)
-    ranks = plan.chosen[BACKBONE].layout.data
-    filled = backbone.load.tokens / (StreamSettings.fill * backbone.load.budget)
+    load = backbone.load
+    size = f"--data.token_steps.microbatches={load.forwards}"
+    if load.forwards is None:
+        size = f"--data.global_batch_size={round(load.items)}"
     options = [
         f"--trainer.devices={plan.devices // nodes}",
         *([f"--trainer.num_nodes={nodes}"] if nodes > 1 else []),
         f"--trainer.precision={backbone.precision.name}",
         "--trainer.strategy=flowtrain_lightning.FlowTrainStrategy",
         f"--trainer.strategy.allocation={path}",
-        f"--data.token_steps.microbatches={ranks * max(1, round(filled / ranks))}",
-        f"--data.token_budget={backbone.load.budget}",
+        size,
+        f"--data.token_budget={load.budget}",
         *([f"--data.num_workers={workers}"] if workers else []),
     ]
     before = f"`--out {path}` writes the plan; then\n" if file is None else ""

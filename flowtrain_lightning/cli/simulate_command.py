@@ -7,6 +7,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from flowtrain_lightning.allocator import (
     Allocation,
     AllocationError,
     Cluster,
-    ModuleDescription,
     PlanningError,
     Workload,
     role_problems,
@@ -27,8 +27,9 @@ from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.command_table import UsageError, command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
-from flowtrain_lightning.packing import DEFAULT_COST, PackingError, SampleSizes
-from flowtrain_lightning.placement.drawn_steps import STEPS, DrawnSteps, draw_steps
+from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
+from flowtrain_lightning.packing import DEFAULT_COST, IMAGE, PackingError, SampleSizes
+from flowtrain_lightning.placement.drawn_steps import steps_of
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts, ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
 from flowtrain_lightning.placement.request import refuse_what_cannot_run
@@ -49,8 +50,8 @@ def run() -> None:
         UsageError: the file of lengths cannot be used.
     """
     options = _parser().parse_args(sys.argv[2:])
-    for name, least in (("steps", 1), ("global_batch_size", 1), ("encoder_activations", 1), ("seed", 0)):
-        if (value := getattr(options, name)) < least:
+    for name, least in (("steps", 1), ("encoder_activations", 1), ("seed", 0)):
+        if (value := getattr(options, name)) is not None and value < least:
             raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     allocation = read_plan(options.plan)
     refuse_what_cannot_run(allocation, str(options.plan))
@@ -63,11 +64,10 @@ def run() -> None:
     sizes = read_sizes(options.data)
     if not len(sizes):
         raise PlanningError(f"{options.data} has no samples to make steps of.")
-    budget = _token_budget(options.token_budget, profile)
-    costs = _costs(options, allocation, sizes, budget, profile)
+    workload = in_steps(_workload(sizes, _token_budget(options.token_budget, profile)), options, is_assumed=False)
+    costs = _costs(options, allocation, workload, profile)
     balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
-    chosen = draw_steps(len(sizes), options.global_batch_size, options.steps, options.seed)
-    steps = DrawnSteps(sizes, chosen, budget, *balanced_by)
+    steps = steps_of(workload, sizes, balanced_by, options.steps, options.seed)
     found = simulate(steps.packed(allocation), allocation, costs, options.encoder_activations)
     if options.plot is not None:
         _draw(found, options.plot)
@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, help="of --model: how many there are (default: as many devices a node as usual)")
     add("--freeze", action="append", default=[], help="of --model: encoder, tower or backbone; repeatable")
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="of --model (default: %(default)s)")
-    add("--steps", type=int, default=STEPS, help="how many (default: %(default)s)")
-    add("--global-batch-size", type=int, default=256, help="samples of a step (default: %(default)s)")
+    add("--steps", type=int, help="how many (default: 10, and more of them where each has few samples)")
+    add_step_size(parser)
     add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile, or 8192)")
     add("--encoder-activations", type=int, default=4, help="encoder batches that a rank keeps (default: %(default)s)")
     add("--seed", type=int, default=0, help="decides which samples make a step (default: %(default)s)")
@@ -101,8 +101,13 @@ def _token_budget(given: int | None, profile: Profile | None) -> int:
     return Workload.token_budget if profile is None else int(profile.origin.settings["token_budget"])
 
 
+def _workload(sizes: SampleSizes, budget: int) -> Workload:
+    """The data as planning takes them."""
+    return Workload(sizes.tokens, {IMAGE: sizes.media_patches}, token_budget=budget)
+
+
 def _costs(
-    options: argparse.Namespace, allocation: Allocation, sizes: SampleSizes, budget: int, profile: Profile | None
+    options: argparse.Namespace, allocation: Allocation, workload: Workload, profile: Profile | None
 ) -> LayoutCosts:
     """Costs by the module's dimensions, which a profile may calibrate, or by the profile alone."""
     if options.model is None:
@@ -110,21 +115,13 @@ def _costs(
             raise UsageError("what a step takes follows from --profile, from the module's --model, or from both.")
         return ProfiledLayoutCosts(profile, allocation)
     module, device = read_module(options.model).with_frozen(*options.freeze), read_device(options.device)
-    if budget < 1:
-        raise PackingError(f"token_budget is {budget}; it must be at least 1.")
-    workload = _workload(module, sizes, options.global_batch_size, budget)
+    patches = workload.media[IMAGE]
+    of_a_microbatch = max(1, round(workload.token_budget * patches.sum() / workload.tokens.sum()))
+    media = dict.fromkeys(module.encoders, patches) if len(patches) else {}
+    workload = replace(workload, media=media, encoder_budget=of_a_microbatch)  # what one microbatch reads is a batch
     cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
     return ModelledLayoutCosts(role_problems(module, workload, cluster, options.precision, shares), allocation)
-
-
-def _workload(module: ModuleDescription, sizes: SampleSizes, samples: int, budget: int) -> Workload:
-    """The data as planning takes them; what one microbatch reads is an encoder batch."""
-    patches = sizes.media_patches
-    media = dict.fromkeys(module.encoders, patches) if len(patches) else {}
-    return Workload(
-        sizes.tokens, media, samples, budget, max(1, round(budget * patches.sum() / max(1, sizes.tokens.sum())))
-    )
 
 
 def _source(options: argparse.Namespace, profile: Profile | None) -> str:

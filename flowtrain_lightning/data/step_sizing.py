@@ -20,7 +20,12 @@ from flowtrain_lightning.data.sources.stream_source import StreamPosition, Strea
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream
 from flowtrain_lightning.packing import CostModel, IntArray, PackingError
-from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
+from flowtrain_lightning.packing.sample_stream import (
+    LEAST_STEPS,
+    StreamSettings,
+    usual_balance_group,
+    usual_microbatches,
+)
 from flowtrain_lightning.packing.setting_values import check_settings
 
 GroupBy = Literal["media"]
@@ -29,12 +34,6 @@ GroupBy = Literal["media"]
 Steps = Sampling | TokenStream | StreamSteps
 """The steps of all epochs of a stage."""
 
-_USUAL_STEPS, _LEAST_STEPS = 128, 4
-"""Steps that an epoch should have, where nobody says how large a step is."""
-_LEAST_MICROBATCHES, _MOST_MICROBATCHES = 8, 64
-"""Microbatches of a step, where nobody says how many."""
-_OF_A_STREAM = 32
-"""Microbatches of a step of a stream of unknown length. The window that is read ahead holds some five steps."""
 _FIRST_OF_A_STREAM = 256
 """Samples from which it is known how long those of a stream are."""
 
@@ -49,7 +48,8 @@ class TokenSteps:
 
     Attributes:
         microbatches: of one step, over all ranks; best a multiple of the backbone ranks, as a step takes a few more of
-            them on other numbers of ranks. None takes what suits the data, see :func:`usual_microbatches`.
+            them on other numbers of ranks. None takes what suits the data, see
+            :func:`~flowtrain_lightning.packing.sample_stream.usual_microbatches`.
         balance_group: microbatches that are made alike in cost, which must divide ``microbatches``: best as many as
             run at the same time, or more. None takes a checkpoint's, else about a quarter of ``microbatches``: with
             more of them, steps would differ in how many long samples they have.
@@ -110,7 +110,7 @@ class StepSizing:
         stream = TokenStream(order, tokens, self._cut(tokens.sum()))
         if stream.steps == 0 and self.token_steps.microbatches is None:
             # A few records to try something out: all of them are less than one microbatch.
-            few = max(1, len(source) // _LEAST_STEPS)
+            few = max(1, len(source) // LEAST_STEPS)
             return self._in_samples("train", source, few, shuffle=shuffle, training=True)
         if stream.steps == 0:
             raise DataError(
@@ -167,23 +167,6 @@ class StepSizing:
             )
         except PackingError as error:
             raise DataError(str(error)) from error
-
-
-def usual_microbatches(tokens: float, token_budget: int) -> int:
-    """The microbatches of a step where none are named: a power of two, so that usual numbers of ranks divide it.
-
-    So many that an epoch has about 128 steps. At least 8, so that several ranks have work, as far as an epoch then
-    still has 4 steps; at most 64, which are 8 for each of 8 ranks.
-
-    Args:
-        tokens: of the data; infinite where that is not known.
-        token_budget: the most tokens of a microbatch.
-    """
-    if math.isinf(tokens):
-        return _OF_A_STREAM
-    filled = tokens / (StreamSettings.fill * token_budget)
-    wanted = min(max(filled / _USUAL_STEPS, _LEAST_MICROBATCHES), _MOST_MICROBATCHES, filled / _LEAST_STEPS)
-    return int(2 ** math.floor(math.log2(max(wanted, 1.0))))
 
 
 def _tokens(source: JoinedSources) -> IntArray:

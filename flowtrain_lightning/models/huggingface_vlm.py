@@ -17,7 +17,8 @@ from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.checked_twin import checked_twin
 from flowtrain_lightning.models.family_traits import token_kinds
-from flowtrain_lightning.models.own_forward import own_outputs, takes_features
+from flowtrain_lightning.models.liger import Kernels, refuse_unknown_kernels, use_kernels
+from flowtrain_lightning.models.own_forward import own_outputs, refuse_seeing_ahead
 from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
 from flowtrain_lightning.models.packed_scans import refuse_sharing
 from flowtrain_lightning.models.processor import copy_processor
@@ -67,6 +68,7 @@ class HuggingFaceVLM(ReadingModule):
             matrices and attention give: less memory than without, for a few percent more time.
         compile: ``"blocks"`` lets PyTorch compile the repeated layers of both halves, once for all numbers of tokens;
             ``"none"`` leaves them as they are.
+        kernels: ``"liger"`` runs norms and gated perceptrons by Liger's kernels on GPUs; ``"none"`` as they are.
         lr: of AdamW, which is fused on GPUs.
         weight_decay: of AdamW, on matrices only.
         max_new_tokens: how many tokens a prediction has at most; it ends sooner at the token that the model ends with.
@@ -105,6 +107,7 @@ class HuggingFaceVLM(ReadingModule):
         frozen_in_bf16: bool = False,
         recompute: Recomputing = False,
         compile: Compile = "none",
+        kernels: Kernels = "none",
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         max_new_tokens: int = 32,
@@ -115,6 +118,7 @@ class HuggingFaceVLM(ReadingModule):
     ) -> None:
         super().__init__()
         refuse_unknown_recomputing(recompute)
+        refuse_unknown_kernels(kernels, compile)
         self._source = model if isinstance(model, str | Path) else None
         config = read_config(model)
         self.check_config(config)
@@ -128,6 +132,7 @@ class HuggingFaceVLM(ReadingModule):
                 "frozen_in_bf16": frozen_in_bf16,
                 "recompute": recompute,
                 "compile": compile,
+                "kernels": kernels,
                 "lr": lr,
                 "weight_decay": weight_decay,
                 "max_new_tokens": max_new_tokens,
@@ -200,6 +205,8 @@ class HuggingFaceVLM(ReadingModule):
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
         self.model.train()  # from_pretrained leaves it in evaluation mode
         self.pack_backbone()
+        if self.hparams["kernels"] == "liger":
+            use_kernels(self.model)
         if self.hparams["adapters"] is not None:
             add_adapters(self.model, self.hparams["adapters"])
         recompute_layers(self.model, self.hparams["recompute"])
@@ -217,7 +224,7 @@ class HuggingFaceVLM(ReadingModule):
         Raises:
             ValueError: in this model some tokens see those behind them.
         """
-        _refuse_seeing_ahead(self.model)
+        refuse_seeing_ahead(self.model)
         pack_attention(self._text)
 
     def step_alone(self, batch: PackedBatch, features: Features) -> tuple[Tensor, int] | None:
@@ -372,23 +379,6 @@ class HuggingFaceVLM(ReadingModule):
             for group in optimizer.param_groups:  # not by AdamW's argument, which refuses what lives on other ranks
                 group["fused"] = True
         return optimizer
-
-
-def _refuse_seeing_ahead(model: Any) -> None:
-    """Refuses decoders in which tokens see those behind them, as Gemma 3's and PaliGemma's images: they need a mask.
-
-    Such models are told by ``token_type_ids`` which tokens these are. One whose forward takes given features is run
-    beside the packed one by the packing check, which sees what is lost.
-
-    Raises:
-        ValueError: the model is one.
-    """
-    if "token_type_ids" in inspect.signature(model.forward).parameters and not takes_features(model):
-        raise ValueError(
-            f"In {type(model).__name__} the tokens of an image see each other, whichever comes first. Packed attention "
-            "has no mask for that, and training without it would be wrong without a word. Say which tokens see which: "
-            "define pack_backbone and merge, as GemmaVLM does."
-        )
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

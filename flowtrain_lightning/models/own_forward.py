@@ -19,6 +19,23 @@ def takes_features(model: Any) -> bool:
     return "mm_encoder_outputs" in inspect.signature(_whole(model).forward).parameters
 
 
+def refuse_seeing_ahead(model: Any) -> None:
+    """Refuses decoders in which tokens see those behind them, as Gemma 3's and PaliGemma's images: they need a mask.
+
+    Such models are told by ``token_type_ids`` which tokens these are. One whose forward takes given features is run
+    beside the packed one by the packing check, which sees what is lost.
+
+    Raises:
+        ValueError: the model is one.
+    """
+    if "token_type_ids" in inspect.signature(model.forward).parameters and not takes_features(model):
+        raise ValueError(
+            f"In {type(model).__name__} the tokens of an image see each other, whichever comes first. Packed attention "
+            "has no mask for that, and training without it would be wrong without a word. Say which tokens see which: "
+            "define pack_backbone and merge, as GemmaVLM does."
+        )
+
+
 def own_outputs(model: Any, text: Any, batch: PackedBatch, features: Features, positions: Tensor) -> Any:
     """The outputs of the whole model for one sequence; None where it takes no features, or these are several tensors.
 

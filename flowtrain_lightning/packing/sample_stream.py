@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,15 @@ from flowtrain_lightning.packing.step_plan import IntArray, PackingError
 
 Lengths = Callable[[int, int], IntArray]
 """Tokens of samples ``start`` to ``end`` of the stream; fewer where it ends."""
+
+_USUAL_STEPS, LEAST_STEPS = 128, 4
+"""Steps that an epoch should have, where nobody says how large a step is."""
+
+_LEAST_MICROBATCHES, _MOST_MICROBATCHES = 8, 64
+"""Microbatches of a step, where nobody says how many."""
+
+_OF_A_STREAM = 32
+"""Microbatches of a step of a stream of unknown length. The window that is read ahead holds some five steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +87,23 @@ def usual_balance_group(microbatches: int) -> int:
     wanted = max(4.0, microbatches / 4)
     divisors = [number for number in range(1, microbatches + 1) if microbatches % number == 0]
     return min(divisors, key=lambda number: max(number / wanted, wanted / number))
+
+
+def usual_microbatches(tokens: float, token_budget: int) -> int:
+    """The microbatches of a step where none are named: a power of two, so that usual numbers of ranks divide it.
+
+    So many that an epoch has about 128 steps. At least 8, so that several ranks have work, as far as an epoch then
+    still has 4 steps; at most 64, which are 8 for each of 8 ranks.
+
+    Args:
+        tokens: of the data; infinite where that is not known.
+        token_budget: the most tokens of a microbatch.
+    """
+    if math.isinf(tokens):
+        return _OF_A_STREAM
+    filled = tokens / (StreamSettings.fill * token_budget)
+    wanted = min(max(filled / _USUAL_STEPS, _LEAST_MICROBATCHES), _MOST_MICROBATCHES, filled / LEAST_STEPS)
+    return int(2 ** math.floor(math.log2(max(wanted, 1.0))))
 
 
 @dataclass(frozen=True)

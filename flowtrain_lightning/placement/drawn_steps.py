@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
-from flowtrain_lightning.allocator import Allocation, Workload
+from flowtrain_lightning.allocator import BACKBONE, Allocation, Workload
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
-from flowtrain_lightning.placement.simulation import plan_on
+from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
+from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep, usual_balance_group
+from flowtrain_lightning.packing.stream_packer import StreamPacker
+from flowtrain_lightning.placement.simulation import plan_on, sync_every
 
-STEPS = 10
-"""Steps that are simulated where nothing else is said."""
+_LEAST_STEPS, _MOST_STEPS = 10, 60
+"""Steps that are simulated where nothing is said of them."""
+
+_ENOUGH_SAMPLES = 512
+"""Samples of all these steps together, as far as so many steps have them."""
 
 
 @dataclass(frozen=True)
 class DrawnSteps:
-    """Consecutive steps of samples, for any allocation.
+    """Consecutive steps of a number of samples, for any allocation.
 
     Attributes:
         sizes: of all samples that there are.
@@ -50,6 +57,81 @@ class DrawnSteps:
         return replace(self, chosen=tuple(chosen[: max(1, int(len(chosen) / share))] for chosen in self.chosen[:steps]))
 
 
+@dataclass(frozen=True)
+class FilledSteps:
+    """Consecutive steps that fill a number of microbatches, as training makes them, for any allocation.
+
+    Attributes:
+        sizes: of all samples that there are.
+        settings: how a stream of them is cut into steps.
+        count: how many steps.
+        seed: decides about the order.
+        encoder_cost: by which encoder batches are balanced, see `plan_step`.
+        encoder_budget: the most patches of an encoder batch.
+    """
+
+    sizes: SampleSizes
+    settings: StreamSettings
+    count: int
+    seed: int = 0
+    encoder_cost: CostModel | None = None
+    encoder_budget: int = ENCODER_BUDGET
+
+    def packed(self, allocation: Allocation) -> list[StepPlan]:
+        """The plan of every step on an allocation's ranks.
+
+        Raises:
+            PackingError: samples do not fit into microbatches.
+        """
+        return [self._packed(allocation, *drawn) for drawn in self._drawn]
+
+    def part(self, share: float, steps: int) -> FilledSteps:
+        """The first steps, of each of them one ``share``-th of the microbatches, and at least one."""
+        microbatches = max(1, round(self.settings.microbatches / share))
+        fewer = replace(self.settings, microbatches=microbatches, balance_group=usual_balance_group(microbatches))
+        return replace(self, settings=fewer, count=min(steps, self.count))
+
+    @cached_property
+    def _drawn(self) -> list[tuple[StreamStep, IntArray]]:
+        """Each step, and which of all samples are in it."""
+        order = _EndlessOrder(len(self.sizes), self.seed)
+        packer = StreamPacker(self.settings, lambda start, end: self.sizes.tokens[order.between(start, end)])
+        steps = list(islice(packer, self.count))
+        return [(step, order.between(0, int(step.samples[-1]) + 1)[step.samples]) for step in steps]
+
+    def _packed(self, allocation: Allocation, step: StreamStep, samples: IntArray) -> StepPlan:
+        settings, ranks = self.settings, allocation.layouts[BACKBONE].data
+        bin_of, positions = arrange(
+            step.tokens,
+            settings.cost.weight_of_each(step.tokens),
+            step.bin_of,
+            microbatches=settings.microbatches,
+            group_size=settings.balance_group,
+            ranks=ranks,
+            budget=settings.token_budget,
+            sync_every=sync_every(allocation),
+        )
+        packing = (settings.token_budget, settings.cost, self.encoder_cost, self.encoder_budget)
+        made = as_microbatches(bin_of, positions, ranks)
+        return plan_on(allocation, self.sizes.select(samples), samples, *packing, microbatches=made)
+
+
+class _EndlessOrder:
+    """All samples in an order that is drawn, then in another one, and so on."""
+
+    def __init__(self, available: int, seed: int) -> None:
+        self._available, self._draw = available, np.random.default_rng(seed)
+        self._drawn = np.empty(0, dtype=np.int64)
+
+    def between(self, start: int, end: int) -> IntArray:
+        """``[end - start]`` the samples at these positions."""
+        more = -(-(end - len(self._drawn)) // self._available)
+        if more > 0:
+            orders = (self._draw.permutation(self._available) for _ in range(more))
+            self._drawn = np.concatenate([self._drawn, *orders])
+        return self._drawn[start:end]
+
+
 def draw_steps(available: int, count: int, steps: int, seed: int) -> tuple[IntArray, ...]:
     """The samples of every step: all of them in an order that is drawn, and again in another one.
 
@@ -59,14 +141,37 @@ def draw_steps(available: int, count: int, steps: int, seed: int) -> tuple[IntAr
         steps: how many.
         seed: decides about the order.
     """
+    order = _EndlessOrder(available, seed)
+    return tuple(order.between(step * count, (step + 1) * count) for step in range(steps))
 
-    def orders() -> Iterator[IntArray]:
-        draw = np.random.default_rng(seed)
-        for _ in range(-(-steps * count // available)):
-            yield draw.permutation(available)
 
-    order = np.concatenate([*orders()])
-    return tuple(order[step * count : (step + 1) * count] for step in range(steps))
+def steps_of(
+    workload: Workload,
+    sizes: SampleSizes,
+    costs: tuple[CostModel, CostModel | None] = (DEFAULT_COST, None),
+    count: int | None = None,
+    seed: int = 0,
+) -> DrawnSteps | FilledSteps:
+    """Steps as a workload says: of a number of samples, or of microbatches that these fill.
+
+    Args:
+        workload: the size of a step, and the budgets of its batches.
+        sizes: of all samples that there are, at least 1.
+        costs: by which microbatches and encoder batches are balanced.
+        count: how many steps; None takes as many as tell what one takes on average: more of few samples, which differ.
+        seed: decides about the order of the samples.
+    """
+    cost, encoder_cost = costs
+    if count is None:
+        count = min(_MOST_STEPS, max(_LEAST_STEPS, -(-_ENOUGH_SAMPLES // workload.global_batch_size)))
+    if (filled := workload.microbatches) is not None:
+        group = usual_balance_group(filled)
+        settings = StreamSettings(
+            token_budget=workload.token_budget, microbatches=filled, balance_group=group, cost=cost
+        )
+        return FilledSteps(sizes, settings, count, seed, encoder_cost, workload.encoder_budget)
+    chosen = draw_steps(len(sizes), workload.global_batch_size, count, seed)
+    return DrawnSteps(sizes, chosen, workload.token_budget, cost, encoder_cost, workload.encoder_budget)
 
 
 def sizes_of(workload: Workload) -> SampleSizes:

@@ -14,7 +14,7 @@ from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.cluster_part import part_of
-from flowtrain_lightning.placement.drawn_steps import DrawnSteps
+from flowtrain_lightning.placement.drawn_steps import DrawnSteps, FilledSteps
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulation import Simulation, simulate
@@ -37,7 +37,7 @@ class PlanSimulator:
     """
 
     problems: Problems
-    steps: DrawnSteps
+    steps: DrawnSteps | FilledSteps
     most_ranks: int = MOST_RANKS
 
     def simulated(self, plans: Sequence[ModelledPlan]) -> list[ModelledPlan]:

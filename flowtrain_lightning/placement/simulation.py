@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
-from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
+from flowtrain_lightning.packing.step_plan import Batches
 from flowtrain_lightning.packing.step_planner import plan_step
 from flowtrain_lightning.packing.step_work import StepWork
 from flowtrain_lightning.placement.lane_work import lane_work
@@ -80,6 +81,7 @@ def plan_on(
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
     encoder_budget: int = ENCODER_BUDGET,
+    microbatches: Batches | None = None,
 ) -> StepPlan:
     """The plan of a step as the Trainer would make it on the allocation's ranks.
 
@@ -91,6 +93,7 @@ def plan_on(
         cost: by which microbatches are balanced.
         encoder_cost: by which encoder batches are, see `plan_step`.
         encoder_budget: the most patches of an encoder batch.
+        microbatches: of a step that fills them; None packs as many as are needed.
 
     Raises:
         PackingError: samples do not fit into microbatches, or there are none.
@@ -103,8 +106,14 @@ def plan_on(
         encoder_budget=encoder_budget,
         cost=cost,
         encoder_cost=encoder_cost,
-        sync_every="microbatch" if allocation.meets[allocation.trunk].passes else "step",
+        sync_every=sync_every(allocation),
+        microbatches=microbatches,
     )
+
+
+def sync_every(allocation: Allocation) -> SyncEvery:
+    """How often the backbone's ranks wait for each other."""
+    return "microbatch" if allocation.meets[allocation.trunk].passes else "step"
 
 
 def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int) -> Simulation:

@@ -26,5 +26,5 @@ def text_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """So many of something: ``1 device``, ``1,024 devices``."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+    """So many of something: ``1 device``, ``1,024 devices``, ``2 batches``."""
+    return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")

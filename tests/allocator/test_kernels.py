@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import DEVICES
 from flowtrain_lightning.allocator.coefficients import assumed_efficiency
+from flowtrain_lightning.allocator.devices import TILE
 from flowtrain_lightning.allocator.kernels import attention_seconds, product_seconds
 from flowtrain_lightning.allocator.module_parts import Layers
 
@@ -14,8 +17,8 @@ H100 = DEVICES["h100"]
 SHARE = assumed_efficiency(H100)
 
 
-def product(m, n, k):
-    return float(product_seconds(np.array([float(m)]), n, k, H100, SHARE, 2)[0])
+def product(m, n, k, groups=1, device=H100):
+    return float(product_seconds(np.array([float(m)]), n, k, device, assumed_efficiency(device), 2, groups)[0])
 
 
 def attention(length, head_size=128, causal=True):
@@ -35,6 +38,19 @@ def test_a_narrow_product_waits_for_memory():
 
 def test_a_product_of_less_than_a_wave_of_tiles_takes_as_long_as_a_wave():
     assert product(128, 128, 8192) == pytest.approx(product(512, 512, 8192), rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "slower"), [(256, 1.25), (512, 1.125), (4096, 1.016)])
+def test_experts_compute_half_a_tile_more_than_their_tokens(tokens, slower):
+    computes = replace(H100, memory_bandwidth=1e15)  # no product waits for memory
+    together = product(tokens * 128, 1536, 2048, device=computes)
+    assert product(tokens, 1536, 2048, groups=128, device=computes) / together == pytest.approx(slower, rel=0.02)
+
+
+def test_larger_tiles_leave_more_of_the_last_wave_empty():
+    b200 = DEVICES["b200"]
+    smaller = replace(b200, tile=TILE**2)
+    assert 1.02 < product(4096, 4096, 4096, device=b200) / product(4096, 4096, 4096, device=smaller) < 1.08
 
 
 def test_attention_over_short_sequences_reaches_less_of_the_peak():

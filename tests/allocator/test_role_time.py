@@ -37,6 +37,11 @@ def test_the_parts_add_up():
     assert all(seconds >= 0 for seconds in time.at(0).values())
 
 
+def test_ranks_share_the_microbatches_that_a_step_fills():
+    filled = problems(devices=64, microbatches=32)["backbone"]
+    assert [float(timed(problem=filled, data=data).microbatches[0]) for data in (8, 12, 64)] == [4, 3, 1]
+
+
 def test_a_family_is_timed_as_its_members_are():
     data = np.array([1.0, 3.0, 8.0, 30.0])
     together = role_time(PROBLEMS["backbone"], Family(data, 2, shard="fsdp")).total

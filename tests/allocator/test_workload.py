@@ -24,6 +24,12 @@ def test_an_encoder_batch_takes_the_longest_media_item_whatever_the_budget():
     assert role_loads(MODULE, workload)["encoder"].budget == 5000
 
 
+def test_a_step_that_fills_microbatches_has_the_samples_that_this_takes():
+    load = role_loads(MODULE, typical_workload(MODULE).filling(32))["backbone"]
+    assert load.forwards == 32
+    assert load.tokens == pytest.approx(0.986 * 32 * 8192, rel=0.01)
+
+
 def test_typical_data_are_as_the_docstring_says():
     workload = typical_workload(MODULE)
     assert np.median(workload.tokens) == 1200
@@ -39,6 +45,7 @@ def test_typical_data_are_as_the_docstring_says():
         ([0], {"image": [1]}, {}, "must have samples, each of at least one token"),
         ([9000], {"image": [1]}, {}, "longest sample has 9,000 tokens, but a microbatch takes 8,192; raise"),
         ([1], {"image": [1]}, {"global_batch_size": 0}, "global_batch_size is 0; it must be at least 1"),
+        ([1], {"image": [1]}, {"microbatches": 0}, "microbatches is 0; it must be at least 1"),
         ([1], {"audio": [1]}, {}, "encodes image media, but the data give no lengths of such; they give: audio"),
         ([1], {"image": []}, {}, "must have image media of at least one token"),
     ],

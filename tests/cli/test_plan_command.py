@@ -76,7 +76,7 @@ def test_it_prints_what_a_renter_asks_and_bars_where_they_are_wanted(plan):
     printed = plan(*MODEL, "--devices", "8", "--verbose")
     for words in ("smolvlm-2.2b (encoder 0.43B, backbone 1.81B) on 8 h200, 8 a node", "typical lengths, assumed"):
         assert words in printed
-    assert "in microbatches of up to 8,192 tokens" in printed
+    assert "in 32 microbatches of up to 8,192 tokens" in printed
     assert re.search(r"a step +[0-9.]+ s; 80 % of measured ones from .* samples/s", printed)
     assert re.search(r"memory +[0-9.]+ GB of the 141.1 GB of a device that can be planned for", printed)
     head = next(line for line in printed.splitlines() if "s/step" in line)
@@ -98,7 +98,7 @@ def test_one_plan_by_two_names_stands_on_one_line(plan):
 
 
 def test_the_command_that_trains_on_the_plan_is_one_that_the_command_line_takes(plan, tmp_path, monkeypatch):
-    printed = plan(*MODEL, "--devices", "8", "--out", "plan.yaml", "--batch", "64")
+    printed = plan(*MODEL, "--devices", "8", "--out", "plan.yaml")
     options = printed[printed.index("flowtrain fit") :].split()[2:]
     assert options[:2] == ["--config", "config.yaml"]
     parser = BriefParser()
@@ -107,7 +107,7 @@ def test_the_command_that_trains_on_the_plan_is_one_that_the_command_line_takes(
     given = parser.parse_args([*options[2:], "--data.train=records.jsonl"])
     assert given.trainer.devices == "8" or given.trainer.devices == 8
     assert Path(given.trainer.strategy.init_args.allocation) == Path("plan.yaml")
-    assert (given.data.token_steps.microbatches, given.data.token_budget) == (16, 8192)  # of 64 samples, two a rank
+    assert (given.data.token_steps.microbatches, given.data.token_budget) == (32, 8192)
 
 
 def test_json_has_every_figure(plan):
@@ -116,7 +116,7 @@ def test_json_has_every_figure(plan):
     assert values["token_budget"] == 8192
     best = values["plans"][values["recommended"]]
     assert 0 < best["mfu"] < 1
-    assert best["samples_per_second"] == pytest.approx(256 / best["step_seconds"])
+    assert best["samples_per_second"] == pytest.approx(values["samples"] / best["step_seconds"], rel=0.01)
     assert set(best["roles"]) == {"encoder", "backbone"}
     assert best["roles"]["backbone"]["seconds"]["forward"] > 0
 
@@ -243,7 +243,9 @@ def test_the_hours_and_the_cost_of_training_are_told_with_their_band(plan):
 @pytest.mark.full
 def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
     arguments = (*MODEL, "--devices", "512")
-    assert "The batch of 256 samples is small for 512 devices: " in plan(*arguments)
+    assert "A step of 32 microbatches is small for 512 devices: --microbatches 512 would" in plan(*arguments)
+    assert json.loads(plan(*arguments, "--microbatches", "512", "--json"))["smallest_full_batch"] is None
+    assert "The batch of 256 samples is small for 512 devices: " in plan(*arguments, "--batch", "256")
     enough = json.loads(plan(*arguments, "--json"))["smallest_full_batch"]
     assert json.loads(plan(*arguments, "--batch", str(enough), "--json"))["smallest_full_batch"] is None
 
@@ -303,6 +305,19 @@ def test_lengths_come_from_a_file(plan, tmp_path):
     printed = plan(*arguments)
     assert "30 samples, 4,480 tokens of the encoder and 6,000 tokens of the backbone, in micro" in printed
     assert "data: lengths.parquet." in printed
+    assert " --data.global_batch_size=30 " in printed
+
+
+def test_a_file_of_lengths_is_planned_in_the_steps_that_a_data_module_makes_of_it(plan, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = {"tokens": [1000] * 700, "image_tokens": [[64]] * 700}
+    parquet.write_table(pyarrow.table(table), tmp_path / "lengths.parquet")
+    printed = plan(*MODEL, "--devices", "4", "--data", "lengths.parquet")
+    assert "A step has about 65 samples, " in printed
+    assert "in 8 microbatches of up to 8,192 tokens" in printed
+    assert " --data.token_steps.microbatches=8 " in printed
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from flowtrain_lightning.allocator import Layout, ModelledCosts
+from flowtrain_lightning.allocator import Allocation, Layout, ModelledCosts
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.cli.plan_choice import choose_plans
@@ -94,12 +94,21 @@ def test_plans_of_tensor_and_context_ranks_and_of_the_hosts_memory_train(tmp_pat
     train(list(paths.values()), tmp_path, divides=True)
 
 
-def train(paths, tmp_path, *, divides=False):
+@pytest.mark.full
+def test_a_file_in_which_deepspeed_shards_the_roles_trains(tmp_path):
+    pytest.importorskip("deepspeed")
+    layouts = {role: Layout(RANKS // 2, shard="deepspeed-2") for role in ("encoder", "backbone")}
+    ranks = {"backbone": (0, 1), "encoder": (2, 3)}
+    write_plan(Allocation("separate", layouts, ranks), tmp_path / "deepspeed-plan.yaml", "by hand: none is printed")
+    train([tmp_path / "deepspeed-plan.yaml"], tmp_path, imports="deepspeed")
+
+
+def train(paths, tmp_path, *, divides=False, imports=None):
     """Trains on every plan, and compares on what each rank says it has trained."""
     write_records(tmp_path, 24)
     plans = [str(path) for path in paths]
     arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides}
-    job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments)
+    job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, imports=imports)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):
         for path in paths:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import numpy as np
 import pytest
 
 from flowtrain_lightning.data import RankShard, TokenSteps
-from flowtrain_lightning.data.step_sizing import usual_microbatches
 from flowtrain_lightning.data.token_stream import TokenStream
 from tests.data.sources.test_resuming import Lines
 from tests.data.support import data_module, message_record, read, trained, write_set
 
 UNSAID = {"global_batch_size": None}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        (10, 1),
-        (8e3, 2),
-        (16e3, 4),
-        (32e3, 8),
-        (1e6, 8),
-        (3e6, 16),
-        (1e9, 64),
-        (math.inf, 32),
-    ],
-)
-def test_a_step_suits_the_data(tokens, expected):
-    assert usual_microbatches(tokens, token_budget=1000) == expected
 
 
 def test_training_fills_microbatches_and_every_sample_is_validated(file, tmp_path):

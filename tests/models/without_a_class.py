@@ -21,8 +21,9 @@ from tests.tiny import CharTokenizer
 _IMAGE = CharTokenizer.specials.index("<|image_pad|>")
 _TOKENS = ("image_token_id", "image_token_index")
 
-WITHOUT_A_CLASS = ("cosmos3_omni", "llava_next")
-"""With levels of features for deeper layers; with tiles, and a row of the encoder's own at the end of a line."""
+WITHOUT_A_CLASS = ("cosmos3_omni", "llava_next", "idefics3", "qwen3_5")
+"""With levels of features for deeper layers; tiles, and a row of the encoder's own at the end of a line; pictures in a
+sequence of tiles; scans between layers of attention."""
 
 
 @cache
