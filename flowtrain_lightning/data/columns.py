@@ -45,8 +45,11 @@ class Columns:
             )
         said = [("user", self.question), ("assistant", self.answer)]
         turns = [{"role": role, "content": _text(record, name)} for role, name in said if name in record]
-        moved = {"images": self.image, "system": self.system}
-        found: dict[str, Any] = {"messages": turns, **{name: record[of] for name, of in moved.items() if of in record}}
+        moved = {name: of for name, of in (("images", self.image), ("system", self.system)) if of is not None}
+        found: dict[str, Any] = {
+            "messages": turns,
+            **{name: record[of] for name, of in moved.items() if of in record},
+        }
         used = {self.question, self.answer, *moved.values()}
         others = {name: value for name, value in record.items() if name not in used}
         if twice := next((name for name in others if name in FORMS or name in found), None):

@@ -64,8 +64,8 @@ def _kernel_of(module: nn.Module) -> Callable[..., Tensor] | None:
     given = _spread(3, _WIDTH)
     weights = {name for name, _ in module.named_parameters()}
     if weights == {"weight"} and hasattr(module, "variance_epsilon"):
-        weight = given[0] + 2
-        normed = given * torch.rsqrt(given.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        weight, epsilon = given[0] + 2, float(module.variance_epsilon)  # type: ignore[arg-type]
+        normed = given * torch.rsqrt(given.square().mean(-1, keepdim=True) + epsilon)
         return _normalise if _computes(module, {"weight": weight}, given, weight * normed) else None
     names = {f"{name}.weight" for name in _PERCEPTRON}
     if weights in (names, names | {f"{name}.bias" for name in _PERCEPTRON}):

@@ -165,7 +165,8 @@ def orthogonal(update: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = found @ found.mT
         found = a * found + (b * gram + c * (gram @ gram)) @ found
-    return found.mT if is_tall else found
+    orthogonal: Tensor = found.mT if is_tall else found
+    return orthogonal
 
 
 def _gathered(update: Tensor, weight: Tensor) -> Tensor:
