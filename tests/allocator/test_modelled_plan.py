@@ -53,7 +53,7 @@ SPLIT = {"tensor": 2, "pipeline": 2}
         ({**SPLIT, "device": "b200"}, 0.45),
     ],
 )
-def test_half_of_a_band_is_at_most_30_percent_of_a_step_and_45_where_there_are_pictures(of, most):
+def test_half_of_a_band_is_at_most_30_percent_and_45_with_pictures(of, most):
     assert band(**of) / 2 <= most
 
 

@@ -59,7 +59,7 @@ def test_every_test_that_the_page_names_exists():
 
 def test_every_row_has_a_test_that_runs():
     runs = {name for file in Path(__file__).parents[1].rglob("test_*.py") for name in names_that_run(file)}
-    tested = list(tested_rows())
+    tested = list(rows_of_tests())
     for section, row, promise in promised_rows():
         tests = [tests for where, beginning, tests in tested if where == section and row.startswith(beginning)]
         elsewhere = "](#" in promise
@@ -70,7 +70,7 @@ def test_every_row_has_a_test_that_runs():
 
 def test_every_line_of_tests_belongs_to_a_row():
     there = [(section, row) for section, row, _ in promised_rows()]
-    for section, beginning, _ in tested_rows():
+    for section, beginning, _ in rows_of_tests():
         assert any(section == where and row.startswith(beginning) for where, row in there), f"{section}: {beginning}"
 
 
@@ -82,7 +82,7 @@ def promised_rows() -> Iterator[tuple[str, str, str]]:
                 yield section.splitlines()[0], row, promise
 
 
-def tested_rows() -> Iterator[tuple[str, str, str]]:
+def rows_of_tests() -> Iterator[tuple[str, str, str]]:
     """Section, beginning of a row's first cell, and tests: every line of the last table, for each row that it names."""
     section = ""
     for rows, tests in cells(TESTED)[2:]:
