@@ -112,7 +112,7 @@ def test_every_source_reads_them(source, tmp_path, monkeypatch):
         first_batch(write_records(tmp_path / "s.jsonl", said)),
     )
     assert [batch.tokens.tolist() for batch in found.microbatches] == [b.tokens.tolist() for b in written.microbatches]
-    assert all(map(same_pixels, found.encoder_batches, written.encoder_batches))
+    assert all(map(same_pixels, found.media["encoder"], written.media["encoder"]))
     with pytest.raises(DataError, match="record 1"):  # also where an index is kept that was made with columns
         first_batch(source(tmp_path))
 
