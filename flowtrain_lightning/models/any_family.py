@@ -93,7 +93,7 @@ class AnyVLM(HuggingFaceVLM):
         return levels[0] if len(levels) == 1 else tuple(levels)
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
-        """What the model's own forward gives its decoder for these tokens and features."""
+        """The arguments that the model's own forward passes to its decoder for these tokens and features."""
         rows = features.get("image", ())
         levels = [rows] if isinstance(rows, Tensor) else list(rows)
         offsets = levels.pop() if levels and self.traits.rotary else None

@@ -21,7 +21,7 @@ from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.models.packed_scans import pack_scans
 
 NAME = "flowtrain_blocks"
-"""What ``transformers`` knows the function by, as it knows ``"sdpa"``."""
+"""The function's name in ``transformers``, like ``"sdpa"``."""
 
 
 def attend_in_blocks(model: Any) -> None:
@@ -209,7 +209,7 @@ def bounds_of_sight(
 
 
 def block_mask(first: Tensor, last: Tensor) -> BlockMask:
-    """What ``create_block_mask`` makes of the same mask, without the mask.
+    """Make the block mask that ``create_block_mask`` makes of the same mask, without the mask.
 
     Args:
         first: ``[tokens]`` int32, what `bounds_of_sight` returns.

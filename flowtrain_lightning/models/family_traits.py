@@ -60,7 +60,7 @@ def whole_of(model: Any) -> Any:
 
 
 def token_kinds(model: Any, tokens: Tensor, places: Tensor | None) -> dict[str, Tensor]:
-    """Which tokens stand for images, by the names under which a model's own forward asks for that."""
+    """Tokens that stand for images, by the names under which a model's own forward asks for them."""
     inside = torch.zeros_like(tokens)
     if places is not None:
         inside[places] = 1

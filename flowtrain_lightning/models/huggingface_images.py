@@ -79,7 +79,7 @@ class HuggingFaceImages(ImageProcessor):
         return int(shortest) ** 2 * max(height, width) // min(height, width)
 
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
-        """What the encoder sees of an image, tile below tile: ``[height, width, channels]`` normalised values."""
+        """Make an image's pixels for the encoder, tile below tile: ``[height, width, channels]`` normalised values."""
         if (image.height, image.width) != size and grid != self.size(image.height, image.width):
             image = image.resize((size[1], size[0]))  # the plan counts on the tiles of the original
         found = self.processed(image, grid)
@@ -165,7 +165,7 @@ class OnevisionImages(HuggingFaceImages):
         return side**2 + high * (wide + 1)
 
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
-        """What the encoder sees of an image, tile below tile: ``[height, width, channels]`` normalised values."""
+        """Make an image's pixels for the encoder, tile below tile: ``[height, width, channels]`` normalised values."""
         if (image.height, image.width) != size:
             image = image.resize((size[1], size[0]))  # the plan counts on the padding of the original
         return super().values(image, grid, size)

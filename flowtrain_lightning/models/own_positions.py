@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def positions_of_rows(whole: Any, arguments: Mapping[str, Any], rows: int, token: int, ends: tuple[int, ...]) -> Tensor:
-    """How far the rows of features of an image lie from where plain counting is, as ``media_offsets`` has it.
+    """Offsets of an image's rows of features from plain counting, as in ``media_offsets``.
 
     Args:
         whole: has ``get_rope_index``.

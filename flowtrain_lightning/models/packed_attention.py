@@ -15,7 +15,7 @@ from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.models.packed_scans import pack_scans
 
 NAME = "flowtrain"
-"""What ``transformers`` knows the function by, as it knows ``"sdpa"``."""
+"""The function's name in ``transformers``, like ``"sdpa"``."""
 
 
 def pack_attention(model: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _NAME = "flowtrain"
-"""What ``transformers`` knows the function by, as it knows ``"grouped_mm"``."""
+"""The function's name in ``transformers``, like ``"grouped_mm"``."""
 
 _MARK = "has_packed_experts"
 """Attribute of modules that compute so: no public name of ``transformers`` says it."""

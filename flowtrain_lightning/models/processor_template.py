@@ -26,7 +26,7 @@ _ROLES = ("system", "user", ASSISTANT)
 """Which every template knows; others it has to name."""
 
 _LISTED = "{'type': 'text'"
-"""How a list of parts looks where a template takes it for text."""
+"""The beginning of a list of parts that a template takes for text."""
 
 Tiles = Callable[[MediaFile], tuple[int, int]]
 """An image's file -> rows and columns of the tiles that it is cut into."""

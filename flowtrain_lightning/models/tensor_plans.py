@@ -49,7 +49,7 @@ _PERCEPTRONS = (
     (("linear_fc1",), "linear_fc2"),
     (("linear_1",), "linear_2"),
 )
-"""How towers and projectors name the layers of a perceptron: those that widen, and the one that narrows."""
+"""Names of a perceptron's layers in towers and projectors: those that widen, and the one that narrows."""
 
 
 def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], ranks: int) -> TensorPlan:

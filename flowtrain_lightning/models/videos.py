@@ -63,7 +63,7 @@ _USUAL = {
     "rescale_factor": 1 / 255,
     "num_frames": None,
 }
-"""What `VideoProcessor` does."""
+"""Do the same as `VideoProcessor`."""
 
 
 def videos_of(model: str | Path) -> VideoProcessor | None:

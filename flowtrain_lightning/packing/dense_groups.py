@@ -11,7 +11,7 @@ from flowtrain_lightning.packing.load_balancing import Bins
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
 
 _LONG_SHARE = 0.83
-"""How much of a group the longest samples take; the shortest fill the rest, and so balance it."""
+"""Share of a group that the longest samples take; the shortest fill the rest, and so balance it."""
 _HEADROOM = 0.998
 """Of the budget: a bin that is filled to the last token leaves nothing to balance with."""
 _DENSE = 0.99

@@ -17,7 +17,7 @@ ENCODER_BUDGET = 16384
 _SWAPS = 32
 """Moves, swaps and partitions per encoder rank, at most."""
 _TOLERANCE = 1e-4
-"""How far above the mean the costliest encoder rank may stay, as a share of the mean."""
+"""The costliest encoder rank may stay above the mean by this share of it."""
 
 
 def pack_encoder_batches(

@@ -30,7 +30,7 @@ _USABLE = 0.997
 _SHORTFALL = 1e-3
 """Share of idle time above which one more microbatch per rank is tried, where ranks synchronise once a step."""
 _RANK_TOLERANCE = 1e-7
-"""How far above the mean the costliest rank may stay, as a share of the mean, where ranks synchronise once a step."""
+"""The costliest rank may stay above the mean by this share of it if ranks synchronise once a step."""
 
 
 def pack_microbatches(

@@ -14,7 +14,7 @@ from flowtrain_lightning.packing.step_plan import FloatArray, IntArray, SyncEver
 _ROUNDS = 16
 """Times that all moves and swaps of positions are tried."""
 _REACH = 12
-"""How far a position may move: the search stays linear in the number of positions, beyond this many."""
+"""Farthest move of a position: beyond this many positions the search stays linear in their number."""
 _MOVABLE = 0.01
 """Where positions are balanced, samples with more attention than this share of a microbatch stay with their like."""
 _ENOUGH = 1e-3

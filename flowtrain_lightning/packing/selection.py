@@ -155,7 +155,7 @@ _MATCHED = 0.01
 _OUTLIER = 0.04
 """Idle share of a group from which on a sample is an outlier, for which blocks are cut."""
 _AGAIN = 0.5
-"""What an outlier that waits further is expected to cost in the end, as a share of what it would cost now."""
+"""Expected cost of an outlier that waits further, as a share of its cost now."""
 _COMPANY = 0.75
 """Samples deferred as long as any are, as a share of a group: the longest of the rest, to fill an outlier's group."""
 _MOST_EXAMINED = 64

@@ -12,7 +12,7 @@ from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArra
 _LONG = 3
 """A sample that fits fewer times into a bin than this decides what can be beside it; shorter ones balance."""
 _GRAIN = 0.3
-"""How exactly short samples make bins alike, as a share of the cost of the shortest."""
+"""Short samples make bins alike up to this share of the cost of the shortest."""
 _USABLE = 0.98
 """Share of the free space of a bin that its group may count on: not every bit of it finds samples that fill it."""
 _SWEEPS = 3
@@ -20,7 +20,7 @@ _SWEEPS = 3
 _SWAPS = 24
 """Swaps per group, at most."""
 _TOLERANCE = 2e-5
-"""How far above its group's mean the costliest bin may stay, as a share of the mean."""
+"""The costliest bin may stay above its group's mean by this share of it."""
 
 
 @compiled

@@ -67,7 +67,7 @@ class TimedBatch:
 
 
 StepWork = Mapping[str, Sequence[Sequence[TimedBatch]]]
-"""What there is to compute in one step: role -> ``[member][number]``."""
+"""The works of one step: role -> ``[member][number]``."""
 
 
 def step_work(

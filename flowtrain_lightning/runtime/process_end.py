@@ -27,7 +27,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 _last_words = ""
-"""What ends this process, in one line; empty while nothing does."""
+"""The cause that ends this process, in one line; empty while there is none."""
 
 
 def say_fault(text: str, folder: str | os.PathLike[str], rank: int) -> None:

@@ -33,7 +33,7 @@ class RoleMethod(Protocol):
     """Runs the forward of one role."""
 
     batch_name: str
-    """What a batch of the role is called."""
+    """The name of a batch of the role."""
 
     def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
         """The forward of one batch.

@@ -30,7 +30,7 @@ _LATEST_NOTES = 2 * STEPS_AHEAD
 """Rounds of notes after which nobody looks any more for what an encoder rank may have sent."""
 
 Note = dict[str, Any]
-"""What one rank tells of a step, in JSON types."""
+"""One rank's report of a step, in JSON types."""
 
 
 class StepEnd:
