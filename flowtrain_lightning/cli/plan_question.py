@@ -116,11 +116,12 @@ class PlanQuestion:
     def with_budget(self, tokens: int) -> PlanQuestion:
         """The same with another token budget, which cuts lengths that are only assumed; a step keeps its tokens."""
         before = self.workload
-        workload = replace(before, token_budget=tokens, microbatches=None)
         if self.data is None and int(before.tokens.max()) != tokens:
             kept = ("global_batch_size", "encoder_budget", "loss_chunk")
             settings: dict[str, Any] = {name: getattr(before, name) for name in kept}
             workload = typical_workload(self.module, token_budget=tokens, **settings)
+        else:
+            workload = replace(before, token_budget=tokens, microbatches=None)
         if before.microbatches is not None:
             workload = workload.filling(max(1, round(before.microbatches * before.token_budget / tokens)))
         return replace(self, workload=workload)

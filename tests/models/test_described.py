@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from flowtrain_lightning.models.described_layers import Kind, described_layers
 from flowtrain_lightning.models.published_config import usual_config
 
 transformers = pytest.importorskip("transformers")
+
+NEEDS_TORCHVISION = pytest.param(
+    "lfm2_vl",
+    marks=pytest.mark.skipif(find_spec("torchvision") is None, reason="its image processor needs torchvision"),
+)
 
 _QUICK = ("smolvlm2-500m",)
 
@@ -48,7 +54,7 @@ def test_the_halves_of_a_named_model_have_the_weights_of_its_own_classes(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["mistral3", "qwen3_5", "glm4v", "ernie4_5_vl_moe", "idefics2", "lfm2_vl"])
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_5", "glm4v", "ernie4_5_vl_moe", "idefics2", NEEDS_TORCHVISION])
 def test_a_config_that_no_reader_knows_is_read_by_the_classes_of_its_family(tmp_path: Path, family: str):
     config = usual_config(family)
     file = tmp_path / family / "config.json"

@@ -88,9 +88,10 @@ def test_the_class_that_takes_any_family_computes_on_ranks_what_one_process_does
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", ["1+1", "colocated 2", "2+2 sharded"])
 @pytest.mark.parametrize("family", WITHOUT_A_CLASS)
-def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained, family):
-    runs = [read_run(trained(family, each)) for each in ("1+1", "auto")]
+def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained, family, layout):
+    runs = [read_run(trained(family, each)) for each in (layout, "auto")]
     assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
 
 
