@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 NEEDS_TORCHVISION = pytest.param(
     "lfm2_vl",
-    marks=pytest.mark.skipif(find_spec("torchvision") is None, reason="its image processor needs torchvision"),
+    marks=pytest.mark.skipif(find_spec("torchvision") is None, reason="it needs torchvision"),
 )
 
 _QUICK = ("smolvlm2-500m",)
