@@ -91,8 +91,11 @@ def test_the_class_that_takes_any_family_computes_on_ranks_what_one_process_does
 @pytest.mark.parametrize("layout", ["1+1", "colocated 2", "2+2 sharded"])
 @pytest.mark.parametrize("family", WITHOUT_A_CLASS)
 def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained, family, layout):
-    runs = [read_run(trained(family, each)) for each in (layout, "auto")]
-    assert_equal(*(replace(run, weights=[without_key_biases(run.weights[-1])]) for run in runs))
+    found, expected = (read_run(trained(family, each)) for each in (layout, "auto"))
+    assert error(found.initial, expected.initial) == 0.0
+    assert error(found.gradients[0], expected.gradients[0]) <= 1e-12
+    # AdamW makes whole steps of weights whose gradients are rounding alone, and later steps magnify that.
+    assert found.losses == pytest.approx(expected.losses, rel=1e-7)
 
 
 def assert_equal(found: Run, expected: Run) -> None:
