@@ -93,7 +93,8 @@ def even_cuts(layers: FloatArray, parts: int) -> IntArray:
     for part in range(1, parts + 1):
         for end in range(part, count + 1):
             sums = least[part - 1, :end] + (before[end] - before[:end]) ** 2
-            cut[part, end] = sums.argmin()
+            # Of equal ones the first, whatever rounding says: layers are alike, so there are many.
+            cut[part, end] = np.flatnonzero(sums <= sums.min() * (1 + 1e-9))[0]
             least[part, end] = sums.min()
     ends = [count]
     for part in range(parts, 0, -1):

@@ -10,7 +10,7 @@ from tests.benchmarks.running import run
 
 
 @pytest.mark.full
-def test_a_picture_that_is_encoded_once_is_timed_beside_one_that_is_encoded_each_time(tmp_path):
+def test_encoding_a_picture_once_is_timed_beside_encoding_it_each_time(tmp_path):
     run("see_once.py", tmp_path)
     found = json.loads((tmp_path / "see-once.json").read_text())
     assert found["flops"]["shared"]["total"] < found["flops"]["each"]["total"]

@@ -13,7 +13,7 @@ import torch
 import flowtrain_lightning as flow
 from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.data.loaded_media import LoadedMedia
-from flowtrain_lightning.models import huggingface_vlm
+from flowtrain_lightning.models import own_forward
 from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.module_profile import profile_module
@@ -230,7 +230,7 @@ def test_patches_of_another_size_are_refused():
 
 
 def test_decoders_that_see_ahead_are_refused_where_nothing_can_compare_them(monkeypatch):
-    monkeypatch.setattr(huggingface_vlm, "takes_features", lambda model: False)
+    monkeypatch.setattr(own_forward, "takes_features", lambda model: False)
 
     class Gemma(flow.models.HuggingFaceVLM):
         families = ("gemma3",)
