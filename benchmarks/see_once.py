@@ -39,6 +39,7 @@ from flowtrain_lightning import FlowDataModule, FlowTrainStrategy, KeepFeatures
 from recipes.quickstart.module import QuickstartVLM
 
 QUESTIONS = 5
+SIZES = {"encoder_width": 256, "encoder_depth": 7, "backbone_width": 256, "backbone_depth": 4}
 EPOCHS = 3
 DEADLINE = 3600.0
 WORDS = ("red", "green", "blue", "grey", "dark", "light", "round", "wide", "tall", "small")
@@ -90,8 +91,8 @@ class Job:
         )
 
     def module(self) -> QuickstartVLM:
-        """The model; a tower of two thirds of the FLOPs."""
-        settings = sizes("tiny" if self.quick else "3:1")
+        """The model; of its FLOPs two thirds are the tower's, where each question's picture is encoded."""
+        settings = sizes("tiny") if self.quick else sizes("1:1") | SIZES
         return QuickstartVLM(**settings, freeze_encoder=self.way in ("frozen", "kept"))
 
 
