@@ -19,6 +19,7 @@ from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.kept_features import KeptFeatures
+from flowtrain_lightning.compute.kept_metrics import kept_metrics
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
@@ -229,7 +230,10 @@ class Compute:
             ContextError: in the first steps, they do not.
         """
         if self._context_check is not None:
-            self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
+            with kept_metrics(self._module):
+                self._context_check.look(
+                    batch if batch.tokens.device == self.device else self._fetched(batch), features
+                )
 
     def _make_context_check(self) -> ContextCheck | None:
         engine = self._engines.get(self._trunk)

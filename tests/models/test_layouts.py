@@ -93,9 +93,10 @@ def test_the_class_that_takes_any_family_computes_on_ranks_what_one_process_does
 def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained, family, layout):
     found, expected = (read_run(trained(family, each)) for each in (layout, "auto"))
     assert error(found.initial, expected.initial) == 0.0
-    assert error(found.gradients[0], expected.gradients[0]) <= 1e-12
+    # Qwen3.5's delta rule computes in float32, whatever it is given, so it rounds by what is packed together.
+    assert error(found.gradients[0], expected.gradients[0]) <= (1e-6 if family == "qwen3_5" else 1e-12)
     # AdamW makes whole steps of weights whose gradients are rounding alone, and later steps magnify that.
-    assert found.losses == pytest.approx(expected.losses, rel=1e-7)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4 if family == "qwen3_5" else 1e-7)
 
 
 def assert_equal(found: Run, expected: Run) -> None:
