@@ -230,10 +230,7 @@ class Compute:
             ContextError: in the first steps, they do not.
         """
         if self._context_check is not None:
-            with kept_metrics(self._module):
-                self._context_check.look(
-                    batch if batch.tokens.device == self.device else self._fetched(batch), features
-                )
+            self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
 
     def _make_context_check(self) -> ContextCheck | None:
         engine = self._engines.get(self._trunk)
@@ -245,7 +242,7 @@ class Compute:
                 return self._checked(self._module.backbone_step(batch, features, "train"))
 
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
-        return ContextCheck(step, half, engine, LossInParts(self._module))
+        return ContextCheck(step, half, engine, LossInParts(self._module), partial(kept_metrics, self._module))
 
     def _checked(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
         """Checks the loss and the number of targets that ``backbone_step`` returned."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +70,22 @@ class ContextCheck:
         half: modules of the backbone.
         engine: of the backbone.
         loss: the user's, by itself.
+        kept: keeps what else of the module a trial could change, behind it as it was.
     """
 
     def __init__(
-        self, step: Stepping, half: Sequence[nn.Module], engine: ContextParallelHalf, loss: LossInParts
+        self,
+        step: Stepping,
+        half: Sequence[nn.Module],
+        engine: ContextParallelHalf,
+        loss: LossInParts,
+        kept: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._step = step
         self._engine = engine
         self._half = half
         self._loss = loss
+        self._kept = kept
         self._steps_left = STEPS
         self._reached = False  # attention has come to the exchange of heads
 
@@ -102,7 +109,13 @@ class ContextCheck:
         most = len(batch.tokens) // ranks // (2 if rounds else 1)  # float32 takes twice the room
         piece, given = cut(batch, features, max(most, _LEAST_TOKENS))
         states = random_states()
-        with _evaluating(self._half), _kept_buffers(self._half), self._engine.on_trial(), ExitStack() as precise:
+        with (
+            self._kept(),
+            _evaluating(self._half),
+            _kept_buffers(self._half),
+            self._engine.on_trial(),
+            ExitStack() as precise,
+        ):
             if rounds and self._runs_in_float32(piece, given, kind):
                 precise.enter_context(torch.autocast(kind, enabled=False))
                 given = _in_float32(given)

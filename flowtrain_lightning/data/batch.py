@@ -133,20 +133,6 @@ class PackedMedia:
         )
 
     @property
-    def first_moment(self) -> PackedMedia:
-        """Of one video its first moment, as a video by itself; anything else as it is."""
-        clip = self.clips[0] if len(self.clips) == 1 else None
-        if clip is None or clip.moments == 1 or self.rows[0] % clip.moments:
-            return self
-        return replace(
-            self,
-            pixels=self.pixels[: len(self.pixels) // clip.moments],
-            cu_seqlens=self.cu_seqlens[:2],
-            rows=(self.rows[0] // clip.moments,),
-            clips=(clip.between(0, 1),),
-        )
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that move to a device."""
         given = (self.normalisation,) if self.normalisation is not None else ()

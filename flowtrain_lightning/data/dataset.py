@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -115,12 +115,10 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 microbatches = tuple(self._microbatch(plan, samples, record_of) for samples in batches)
                 continue
             store = self.stores.get(role)
-            read = partial(EncoderMedia, self.samples, plan, epoch=epoch, record_of=record_of, store=store)
-            media[role] = tuple(read(batches).packed())
+            read = EncoderMedia(self.samples, plan, batches, epoch, record_of, store)
+            media[role] = tuple(read.packed())
             if shard.members.meeting(role).passes and len(items := _encoded_by(role, shard.members, plan.sizes)):
-                (padding,) = read([items[[plan.sizes.media_patches[items].argmin()]]]).packed()
-                assert padding is not None
-                padding_media[role] = padding.first_moment
+                padding_media[role] = read.one_moment(int(items[plan.sizes.media_patches[items].argmin()]))
         return StepBatch(plan, shard, microbatches, media, epoch, step, padding_media)
 
     def _needed(self, plan: StepPlan) -> list[int]:

@@ -59,6 +59,19 @@ class EncoderMedia:
         """
         return [self._batch(items) if len(items) else None for items in self._batches]
 
+    def one_moment(self, item: int) -> PackedMedia:
+        """A media item by itself, of a clip its first moment: the least that ranks can encode for nothing.
+
+        Raises:
+            DataError: it cannot be used.
+        """
+        sizes = self._plan.sizes
+        rows, moments = int(sizes.media_rows[item]), 1 if sizes.media_moments is None else sizes.media_moments[item]
+        place, begin = (self._place(item), 0) if sizes.media_pieces is None else self._piece(item)[:2]
+        if moments == 1 or rows % moments:
+            return pack_media([self._read(place, rows)])
+        return pack_media([self._read(place, rows // int(moments), (begin, begin + 1))])
+
     def _batch(self, items: IntArray) -> PackedMedia:
         modality, kept, wanted = self._plan.sizes.modality_of(items[0]), None, items.tolist()
         if self._store is not None:
@@ -82,10 +95,11 @@ class EncoderMedia:
             return self._read(self._place(item), rows)
         place, begin, end = self._piece(item)
         first, last = self._wanted[place]
+        if (begin, end) == (first, last):
+            return self._read(place, rows, (begin, end))
         if place not in self._clips:
             self._clips[place] = self._read(place, rows // (end - begin) * (last - first), (first, last))
-        loaded = self._clips[place]
-        return loaded if (begin, end) == (first, last) else loaded.moments(begin - first, end - first)
+        return self._clips[place].moments(begin - first, end - first)
 
     def _read(self, place: Place, rows: int, moments: tuple[int, int] | None = None) -> LoadedMedia:
         sample = int(self._plan.samples[place[0]])

@@ -11,12 +11,12 @@ from typing import Any
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
-from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
+from flowtrain_lightning.packing.microbatches import arrange_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Batches
-from flowtrain_lightning.packing.step_planner import plan_step
+from flowtrain_lightning.packing.step_planner import plan_step, sync_every_of
 
 
 @dataclass(frozen=True)
@@ -101,27 +101,14 @@ class StepPacking:
             encoder_budget=self.encoder_budget,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
-            sync_every=self._sync_every(members),
+            sync_every=self.sync_every or sync_every_of(members),
             microbatches=microbatches,
         )
 
     def arrange(self, step: StreamStep, settings: StreamSettings, members: StepMembers) -> Batches:
         """The microbatches of a stream's step for the ranks of a layout; every layout gets the same samples."""
-        ranks = members.counts[members.trunk]
-        bin_of, positions = arrange(
-            step.tokens,
-            self.cost.weight_of_each(step.tokens),
-            step.bin_of,
-            microbatches=settings.microbatches,
-            group_size=settings.balance_group,
-            ranks=ranks,
-            budget=settings.token_budget,
-            sync_every=self._sync_every(members),
-        )
-        return as_microbatches(bin_of, positions, ranks)
-
-    def _sync_every(self, members: StepMembers) -> SyncEvery:
-        return self.sync_every or ("microbatch" if members.meeting(members.trunk).passes else "step")
+        sync_every = self.sync_every or sync_every_of(members)
+        return arrange_step(step, settings, self.cost, members.counts[members.trunk], sync_every)
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

@@ -15,7 +15,7 @@ from flowtrain_lightning.allocator import BACKBONE, ENCODER, ModuleDescription, 
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Part
 from flowtrain_lightning.models.built_twin import twin_of
-from flowtrain_lightning.models.described_layers import Kind, described_layers
+from flowtrain_lightning.models.described_layers import LayerKind, described_layers
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.kept_certificates import certificate_of
 from flowtrain_lightning.models.pretrained import module_class
@@ -168,13 +168,13 @@ def _patches(vision: Any, arguments: Mapping[str, Any]) -> float:
 def _half(module: Any, role: str, seen: _Seen | None) -> Half:
     """A half by its modules: repeated layers of each kind, and every other matrix."""
     names = {part: name for name, part in module.named_modules()}
-    groups: dict[Kind | nn.Module, list[nn.Module]] = {}
+    groups: dict[LayerKind | nn.Module, list[nn.Module]] = {}
     for root in (module.get_submodule(path) for path in module.halves[role]):
         blocks = repeated_blocks(nn.ModuleList([root]))
         inside = {part for block in blocks for part in block.modules()} - {*blocks}
         for part in root.modules():
             if part in blocks:
-                groups.setdefault(Kind.of(part, blocks.index(part)), []).append(part)
+                groups.setdefault(LayerKind.of(part, blocks.index(part)), []).append(part)
             elif part not in inside and _is_matrix(part):
                 groups[part] = [part]
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -185,7 +185,7 @@ def _half(module: Any, role: str, seen: _Seen | None) -> Half:
         if not per_token:  # nothing of it runs
             continue
         made: Part
-        if isinstance(kind, Kind):
+        if isinstance(kind, LayerKind):
             made = described_layers(alike, kind.window, causal=seen is None)
             if not _PER_PATCH[0] <= per_token <= _PER_PATCH[1]:
                 made = Dense(made.layer_parameters // made.hidden, made.hidden, per_token, copies=made.count)

@@ -19,7 +19,7 @@ _GATES = ("gate_proj", "gate_up_proj", "up_gate_proj", "w3")
 """Names of the third matrix of a gated perceptron."""
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """Equal for layers that cost the same.
 
     Attributes:
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, block: nn.Module, number: int) -> Kind:
+    def of(cls, block: nn.Module, number: int) -> LayerKind:
         """The kind of a layer.
 
         Args:
@@ -47,7 +47,7 @@ def described_layers(blocks: Sequence[nn.Module], window: int | None, *, causal:
     """Layers of one kind. What their attention, experts and norms leave of their weights is the perceptron's.
 
     Args:
-        blocks: of one `Kind`.
+        blocks: of one `LayerKind`.
         window: see there.
         causal: a token attends to itself and what is before it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,11 +71,17 @@ def _located(whole: Any, device: torch.device) -> Iterator[Any]:
     It would say that of its first weight, which is of the tower: on ranks that do not encode that has no memory.
     """
     kind = type(whole)
-    whole.__class__ = type(kind.__name__, (kind,), {"device": device})
+    whole.__class__ = _on(kind, device)
     try:
         yield whole
     finally:
         whole.__class__ = kind
+
+
+@cache
+def _on(kind: type, device: torch.device) -> type:
+    """The class of a model that says that it is on a device; made once."""
+    return type(kind.__name__, (kind,), {"device": device})
 
 
 class _ReachedError(Exception):

@@ -144,7 +144,7 @@ class Entry:
     readers: tuple[BatchOf, ...]
     media: IntArray
     rows: int
-    modality: str = IMAGE
+    modality: str
 
     @property
     def members(self) -> tuple[tuple[str, int], ...]:

@@ -98,6 +98,11 @@ def plan_step(
     return StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
 
 
+def sync_every_of(members: StepMembers) -> SyncEvery:
+    """How often members of the trunk wait for each other, as their layout has it."""
+    return "microbatch" if members.meeting(members.trunk).passes else "step"
+
+
 def _by_media(microbatches: Batches, sizes: SampleSizes, costs: FloatArray | None) -> Batches:
     """The microbatches in the order of `media_order`.
 

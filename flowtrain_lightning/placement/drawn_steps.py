@@ -8,13 +8,14 @@ from itertools import islice
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, Allocation, Workload
+from flowtrain_lightning.allocator import Allocation, Workload
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
-from flowtrain_lightning.packing.microbatches import arrange, as_microbatches
+from flowtrain_lightning.packing.microbatches import arrange_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep, usual_balance_group
+from flowtrain_lightning.packing.step_planner import sync_every_of
 from flowtrain_lightning.packing.stream_packer import StreamPacker
-from flowtrain_lightning.placement.simulation import plan_on, sync_every
+from flowtrain_lightning.placement.simulation import plan_on
 
 _LEAST_STEPS, _MOST_STEPS = 10, 60
 """Steps that are simulated where nothing is said of them."""
@@ -100,19 +101,10 @@ class FilledSteps:
         return [(step, order.between(0, int(step.samples[-1]) + 1)[step.samples]) for step in steps]
 
     def _packed(self, allocation: Allocation, step: StreamStep, samples: IntArray) -> StepPlan:
-        settings, ranks = self.settings, allocation.layouts[BACKBONE].data
-        bin_of, positions = arrange(
-            step.tokens,
-            settings.cost.weight_of_each(step.tokens),
-            step.bin_of,
-            microbatches=settings.microbatches,
-            group_size=settings.balance_group,
-            ranks=ranks,
-            budget=settings.token_budget,
-            sync_every=sync_every(allocation),
-        )
+        settings, members = self.settings, allocation.step_members()
+        ranks = members.counts[members.trunk]
+        made = arrange_step(step, settings, settings.cost, ranks, sync_every_of(members))
         packing = (settings.token_budget, settings.cost, self.encoder_cost, self.encoder_budget)
-        made = as_microbatches(bin_of, positions, ranks)
         return plan_on(allocation, self.sizes.select(samples), samples, *packing, microbatches=made)
 
 

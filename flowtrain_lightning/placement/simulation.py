@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
-from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
 from flowtrain_lightning.packing.step_plan import Batches
-from flowtrain_lightning.packing.step_planner import plan_step
+from flowtrain_lightning.packing.step_planner import plan_step, sync_every_of
 from flowtrain_lightning.packing.step_work import StepWork
 from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
@@ -98,22 +98,18 @@ def plan_on(
     Raises:
         PackingError: samples do not fit into microbatches, or there are none.
     """
+    members = allocation.step_members()
     return plan_step(
         sizes,
         samples,
-        allocation.step_members(),
+        members,
         token_budget=token_budget,
         encoder_budget=encoder_budget,
         cost=cost,
         encoder_cost=encoder_cost,
-        sync_every=sync_every(allocation),
+        sync_every=sync_every_of(members),
         microbatches=microbatches,
     )
-
-
-def sync_every(allocation: Allocation) -> SyncEvery:
-    """How often the backbone's ranks wait for each other."""
-    return "microbatch" if allocation.meets[allocation.trunk].passes else "step"
 
 
 def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int) -> Simulation:

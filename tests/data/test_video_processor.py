@@ -81,13 +81,16 @@ def test_videos_and_images_lie_in_one_encoder_batch(tmp_path):
     assert pack_media([image]).clips == ()
 
 
-def test_the_first_moment_of_a_video_is_a_video_by_itself(tmp_path):
-    write_clip(tmp_path / "a.mkv", 4, 4, 8, 2)
-    whole = pack_media([VIDEOS.load(VideoFile(tmp_path / "a.mkv"))])
-    first = whole.first_moment
-    assert first.clips == (whole.clips[0]._replace(moments=1, behind=1),)
-    assert (first.rows, first.cu_seqlens.tolist(), len(first.pixels)) == ((2,), [0, 8], 16)
-    assert first.first_moment is first
+def test_some_moments_of_a_video_are_loaded_as_they_are_in_the_whole(tmp_path):
+    write_clip(tmp_path / "a.mkv", 8, 4, 8, 2)
+    video = VideoFile(tmp_path / "a.mkv")
+    whole, part = VIDEOS.load(video), VIDEOS.load(video, (1, 3))
+    same = whole.moments(1, 3)
+    assert part._replace(pixels=None) == same._replace(pixels=None)
+    np.testing.assert_array_equal(part.pixels, same.pixels)
+    assert part.clip == whole.clip._replace(moments=2, before=1, behind=1)
+    packed = pack_media([part])
+    assert (packed.rows, packed.cu_seqlens.tolist(), len(packed.pixels)) == ((4,), [0, 8, 16], 32)
 
 
 def test_another_rule_has_another_fingerprint():

@@ -15,7 +15,7 @@ from flowtrain_lightning.allocator.module_parts import Experts
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.plan_input import read_module
 from flowtrain_lightning.models.described import counted, described
-from flowtrain_lightning.models.described_layers import Kind, described_layers
+from flowtrain_lightning.models.described_layers import LayerKind, described_layers
 from flowtrain_lightning.models.published_config import usual_config
 
 transformers = pytest.importorskip("transformers")
@@ -76,7 +76,7 @@ def test_layers_have_the_weights_and_the_attention_of_their_modules():
     )
     config.num_hidden_layers, config.mlp_only_layers, config.sliding_window = 3, [0], 24
     blocks = list(transformers.Qwen3MoeModel(config).layers)
-    kinds = [Kind.of(block, number) for number, block in enumerate(blocks)]
+    kinds = [LayerKind.of(block, number) for number, block in enumerate(blocks)]
     assert kinds[1] == kinds[2] != kinds[0]
     dense, sparse = described_layers(blocks[:1], None, causal=True), described_layers(blocks[1:], 24, causal=True)
     for layers, own in ((dense, blocks[:1]), (sparse, blocks[1:])):
