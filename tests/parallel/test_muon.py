@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,15 +72,24 @@ def test_a_module_without_repeated_layers_is_told_of_adamw() -> None:
 
 
 @pytest.mark.full
-def test_weights_that_it_steps_in_shards_are_those_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "roles"),
+    [
+        ("2+2", {role: {"shard": "fsdp"} for role in ("encoder", "backbone")}),
+        ("1+2", {"backbone": {"tensor": 2}}),
+        ("colocated 2", None),
+    ],
+    ids=["shards", "tensor ranks", "copies"],
+)
+def test_weights_that_it_steps_on_ranks_are_those_of_one_process(tmp_path: Path, layout: str, roles: Any) -> None:
     pytest.importorskip("transformers")
     write_steps(tmp_path / "data")
     runs = []
-    for layout in ("auto", "2+2"):
-        roles = {role: {"shard": "fsdp"} for role in ("encoder", "backbone")} if layout != "auto" else None
-        arguments = {"data": str(tmp_path / "data"), "layout": layout, "family": "qwen2_vl", "roles": roles}
-        job = Job(layout, "tests.models.training:train", ranks_of(layout), {**arguments, "muon": True})
-        runs.append(read_run(run_jobs(tmp_path, [job])[layout].check().folder))
+    for each in ("auto", layout):
+        arguments = {"data": str(tmp_path / "data"), "layout": each, "family": "qwen2_vl", "muon": True}
+        arguments["roles"] = None if each == "auto" else roles
+        job = Job(each, "tests.models.training:train", ranks_of(each), arguments)
+        runs.append(read_run(run_jobs(tmp_path, [job])[each].check().folder))
     expected, found = runs
     assert found.losses == pytest.approx(expected.losses, rel=1e-9)
     assert error(found.weights[-1], expected.weights[-1]) <= 1e-9
