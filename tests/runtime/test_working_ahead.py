@@ -188,7 +188,7 @@ def test_validation_in_mid_epoch_works_with_training_features_waiting_in_a_full_
     ranks = check_equal(folder, layout, max_epochs=1, val_check_interval=interval, pool_bytes=tight_pool, roles=roles)
     ends = ends_of_steps(ranks[0])
     begun = {
-        last: max(span.step for span in spans_of(ranks[-1], "encoder", COMPUTE) if span.end < ends[last])
+        last: max(span.step for span in spans_of(ranks[-1], "encoder", COMPUTE) if span.start < ends[last])
         for last in range(interval - 1, STEPS - 1, interval)  # the steps that a validation follows
     }
     assert any(step > last for last, step in begun.items())
