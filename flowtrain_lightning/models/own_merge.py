@@ -70,7 +70,7 @@ def _located(whole: Any, device: torch.device) -> Iterator[Any]:
 
     It would say that of its first weight, which is of the tower: on ranks that do not encode that has no memory.
     """
-    kind = type(whole)
+    kind: type = type(whole)
     whole.__class__ = _on(kind, device)
     try:
         yield whole
