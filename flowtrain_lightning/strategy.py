@@ -72,7 +72,8 @@ class FlowTrainStrategy(RoleCheckpoints):
     log says why; ``allocation.yaml`` beside it can be edited and passed back.
 
     Args:
-        encoder_ranks: how many ranks only encode; nothing is measured then.
+        encoder_ranks: how many ranks only encode, or of several encoders role -> how many encode for it alone:
+            ``{"encoder_image": 3, "encoder_audio": 1}``; nothing is measured then.
         placement: ``"separate"`` (each rank has one role; a quarter of them encodes, where ``encoder_ranks`` is left
             open), ``"colocated"`` (each rank has both) or ``"mixed"`` (as separate, but backbone ranks encode what the
             others cannot); nothing is measured then.
@@ -108,7 +109,7 @@ class FlowTrainStrategy(RoleCheckpoints):
 
     def __init__(
         self,
-        encoder_ranks: int | None = None,
+        encoder_ranks: int | Mapping[str, int] | None = None,
         placement: Placement | None = None,
         allocation: Allocation | str | Path | None = None,
         profile: str | Path = "auto",
@@ -124,7 +125,11 @@ class FlowTrainStrategy(RoleCheckpoints):
         refuse_other_systems()
         super().__init__()
         owner = type(self).__name__
-        check_setting(owner, "encoder_ranks", encoder_ranks, int | None, least=1)
+        if isinstance(encoder_ranks, Mapping) and encoder_ranks:
+            for role, count in encoder_ranks.items():
+                check_setting(owner, f"encoder_ranks[{role!r}]", count, int, least=1)
+        else:
+            check_setting(owner, "encoder_ranks", encoder_ranks, int | None, least=1)
         check_setting(owner, "ranks_per_device", ranks_per_device, int, least=1)
         check_setting(owner, "encoder_activations", encoder_activations, int, least=0)
         check_setting(owner, "pool", pool, PoolSettings | None)

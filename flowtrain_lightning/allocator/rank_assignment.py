@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from flowtrain_lightning.allocator.allocation import Allocation, Placement, refuse_unknown_placement
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout
-from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.packing.role_graph import BACKBONE, RoleGraph
+from flowtrain_lightning.packing.step_members import TWO_ROLES
 
 BACKBONE_SHARE = 4
 """One rank in so many encodes: in common vision-language models the backbone does most of the work."""
@@ -17,45 +18,81 @@ BACKBONE_SHARE = 4
 def default_allocation(
     devices: int,
     placement: Placement | None = None,
-    encoder_ranks: int | None = None,
+    encoder_ranks: int | Mapping[str, int] | None = None,
     devices_per_node: int | None = None,
     ranks_per_device: int = 1,
+    graph: RoleGraph = TWO_ROLES,
 ) -> Allocation:
     """Allocate replicated data-parallel roles by rule.
 
-    One device has both roles. On several, a quarter of the ranks, but at least one, only encodes. These are the last
-    ranks of each node, so that features stay within the node; where they do not divide evenly the last nodes have
-    one more. Where ranks share devices, one of each device encodes. Rank 0 is always a backbone rank.
+    One device has all roles, and so have devices too few for each role to have one. On more, a quarter of the ranks,
+    but at least one for each role that encodes, only encodes. These are the last ranks of each node, so that features
+    stay within the node; where they do not divide evenly the last nodes have one more. Where ranks share devices, one
+    of each device encodes. Rank 0 always has the trunk, such as the backbone.
 
     Args:
         devices: ranks in all.
-        placement: ``"colocated"`` gives both roles to every rank, ``"separate"`` one to each, and with ``"mixed"`` the
-            backbone ranks encode too; None follows the rule.
-        encoder_ranks: how many ranks only encode; None follows the rule.
+        placement: ``"colocated"`` gives all roles to every rank, ``"separate"`` one to each, and with ``"mixed"`` the
+            ranks of the trunk encode too; None follows the rule.
+        encoder_ranks: how many ranks only encode, which roles that encode share as evenly as they can; or role ->
+            how many encode for it alone. None follows the rule.
         devices_per_node: ranks of each node; None means that all are on one node.
         ranks_per_device: ranks that share a device. Encoder ranks are spread over as many devices as there are.
+        graph: the roles.
 
     Raises:
         AllocationError: the settings contradict each other, or leave a role without ranks.
     """
     per_node = devices if devices_per_node is None else devices_per_node
-    _refuse_bad_settings(devices, placement, encoder_ranks, per_node)
-    if placement == "colocated" or (devices == 1 and placement is None and encoder_ranks is None):
-        everyone = tuple(range(devices))
-        return _replicated("colocated", encoder=everyone, backbone=everyone)
+    _refuse_bad_settings(devices, placement, encoder_ranks, per_node, graph)
+    producers, left_open = graph.producers, placement is None and encoder_ranks is None
+    everyone = tuple(range(devices))
+    if placement == "colocated" or (left_open and devices <= max(1, len(producers))):
+        return _replicated("colocated", dict.fromkeys(graph.roles, everyone), graph)
     share = BACKBONE_SHARE if ranks_per_device == 1 else ranks_per_device
-    encoders = max(1, devices // share) if encoder_ranks is None else encoder_ranks
-    if encoders >= devices:
+    only = max(len(producers), devices // share) if encoder_ranks is None else encoder_ranks
+    counts = {role: only[role] for role in producers} if isinstance(only, Mapping) else _evenly(only, producers)
+    encoding = sum(counts.values())
+    if encoding >= devices:
         raise AllocationError(
-            f"{encoders} encoder ranks leave no backbone rank on {_devices(devices)}; use at most {devices - 1}."
+            f"{encoding} encoder ranks leave no {graph.trunk} rank on {_devices(devices)}; use at most {devices - 1}."
             if devices > 1
             else 'Ranks of one role need at least 2 devices, but there is 1; use placement="colocated".'
         )
-    encoder = _last_of_each_node(encoders, devices // per_node, per_node, ranks_per_device)
-    backbone = tuple(rank for rank in range(devices) if rank not in encoder)
+    encoders = _last_of_each_node(encoding, devices // per_node, per_node, ranks_per_device)
+    trunk = tuple(rank for rank in everyone if rank not in encoders)
     if placement == "mixed":
-        return _replicated("mixed", encoder=tuple(range(devices)), backbone=backbone)
-    return _replicated("separate", encoder=encoder, backbone=backbone)
+        return _replicated("mixed", {**dict.fromkeys(producers, everyone), graph.trunk: trunk}, graph)
+    if missing := [role for role in producers if not counts.get(role)]:
+        raise AllocationError(
+            f"With encoder_ranks={encoder_ranks} the {missing[0]} has no rank of its own; give each of "
+            f'{", ".join(producers)} one, or use placement="colocated" or "mixed".'
+        )
+    return _replicated("separate", {**_shared_out(encoders, counts, per_node), graph.trunk: trunk}, graph)
+
+
+def _evenly(ranks: int, producers: Sequence[str]) -> dict[str, int]:
+    """Role that encodes -> its number of ranks, as even as can be."""
+    each, more = divmod(ranks, len(producers))
+    return {role: each + (number < more) for number, role in enumerate(producers)}
+
+
+def _shared_out(ranks: tuple[int, ...], counts: Mapping[str, int], per_node: int) -> dict[str, tuple[int, ...]]:
+    """Role -> its ranks, ascending: on every node its share of those there, side by side."""
+    roles = list(counts)
+    dealt: dict[str, int] = dict.fromkeys(roles, 0)
+    on_node: dict[int, list[str]] = defaultdict(list)
+    for number, rank in enumerate(ranks, 1):
+        left = [role for role in roles if dealt[role] < counts[role]]
+        behind = max(left, key=lambda role: counts[role] * number / len(ranks) - dealt[role])
+        dealt[behind] += 1
+        on_node[rank // per_node].append(behind)
+    found: dict[str, list[int]] = {role: [] for role in roles}
+    for node, of_node in on_node.items():
+        there = [rank for rank in ranks if rank // per_node == node]
+        for rank, role in zip(there, sorted(of_node, key=roles.index), strict=True):
+            found[role].append(rank)
+    return {role: tuple(own) for role, own in found.items()}
 
 
 def _last_of_each_node(encoders: int, nodes: int, per_node: int, ranks_per_device: int) -> tuple[int, ...]:
@@ -70,13 +107,17 @@ def _last_of_each_node(encoders: int, nodes: int, per_node: int, ranks_per_devic
     return tuple(found)
 
 
-def _replicated(placement: Placement, *, encoder: tuple[int, ...], backbone: tuple[int, ...]) -> Allocation:
-    ranks = {ENCODER: encoder, BACKBONE: backbone}
-    return Allocation(placement, {role: Layout(data=len(ranks[role])) for role in ROLES}, ranks)
+def _replicated(placement: Placement, ranks: Mapping[str, tuple[int, ...]], graph: RoleGraph) -> Allocation:
+    layouts = {role: Layout(data=len(ranks[role])) for role in graph.roles}
+    return Allocation(placement, layouts, {role: ranks[role] for role in graph.roles}).bound(graph)
 
 
 def _refuse_bad_settings(
-    devices: int, placement: Placement | None, encoder_ranks: int | None, devices_per_node: int
+    devices: int,
+    placement: Placement | None,
+    encoder_ranks: int | Mapping[str, int] | None,
+    devices_per_node: int,
+    graph: RoleGraph,
 ) -> None:
     if devices < 1:
         raise AllocationError(f"There are {devices} devices; training needs at least 1.")
@@ -86,12 +127,29 @@ def _refuse_bad_settings(
         )
     if placement is not None:
         refuse_unknown_placement(placement, get_args(Placement))
-    if encoder_ranks is not None and encoder_ranks < 1:
-        raise AllocationError(f"encoder_ranks is {encoder_ranks}; at least 1 rank must encode.")
-    if encoder_ranks is not None and placement == "colocated":
+    if encoder_ranks is None:
+        return
+    if placement == "colocated":
         raise AllocationError(
             'With placement="colocated" no rank only encodes; leave encoder_ranks out, or use placement="separate" or '
             '"mixed".'
+        )
+    if isinstance(encoder_ranks, Mapping):
+        _refuse_bad_counts(encoder_ranks, placement, graph)
+    elif encoder_ranks < 1:
+        raise AllocationError(f"encoder_ranks is {encoder_ranks}; at least 1 rank must encode.")
+
+
+def _refuse_bad_counts(counts: Mapping[str, int], placement: Placement | None, graph: RoleGraph) -> None:
+    if placement == "mixed":
+        raise AllocationError(
+            f'encoder_ranks={dict(counts)} gives each role ranks of its own, but with placement="mixed" ranks that '
+            "only encode do so for all roles; give their number."
+        )
+    if set(counts) != set(graph.producers) or min(counts.values()) < 1:
+        raise AllocationError(
+            f"encoder_ranks is {dict(counts)}; give each role that encodes ({', '.join(graph.producers)}) at least 1 "
+            "rank, and no other one."
         )
 
 

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
+from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.data import StepBatch, StepLoader
 from flowtrain_lightning.metrics import FlopUtilization, PackingUse, PlanMetric, Throughput
@@ -33,8 +33,9 @@ class FlowMonitor(L.Callback):
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
         peak_flops: FLOP/s of one device on paper, by which ``mfu/`` is measured; None takes those of the known GPUs,
-            and leaves it out on others. For several encoders it is left out. To count what a model computes takes
-            rank 0 some seconds before the first step.
+            and leaves it out on others, and for several encoders under plain Lightning. To count what a model computes
+            takes rank 0 some seconds before the first step; halves that tensor ranks or DeepSpeed's stage 3 divide
+            cannot be counted.
 
     Raises:
         ValueError: fewer than 1 step, or a peak that is not above 0.
@@ -110,15 +111,17 @@ def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | No
     """MFU, where the peak is known and the module's FLOPs can be counted."""
     peak = _peak(trainer) if peak is None else peak
     data = trainer.datamodule  # type: ignore[attr-defined]
-    if peak is None or data is None or not isinstance(module, FlowModule) or set(module.halves) != set(ROLES):
+    if peak is None or data is None or not isinstance(module, FlowModule):
         return {}
     allocation = getattr(trainer.strategy, "allocation", None)
-    everyone = tuple(range(trainer.world_size))
-    ranks = {BACKBONE: everyone, ENCODER: everyone} if allocation is None else allocation.ranks
+    graph, everyone = module.role_graph, tuple(range(trainer.world_size))
+    if allocation is None and set(graph.roles) != set(ROLES):
+        return {}  # plans of plain Lightning do not tell encoders apart
+    ranks = dict.fromkeys(graph.roles, everyone) if allocation is None else allocation.ranks
     module.attach_runner(None)  # what is counted is a copy of the module, which must not take the whole run along
     try:
         with trainer.precision_plugin.forward_context():
-            return {"mfu": FlopUtilization(count_flops(module, load_probes(data)), ranks, peak)}
+            return {"mfu": FlopUtilization(count_flops(module, load_probes(data, graph)), ranks, peak)}
     except ProfileError as error:
         rank_zero_warn(f"{error} FlowMonitor says nothing about MFU.")
         return {}

@@ -12,8 +12,6 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
-    ENCODER,
     Allocation,
     AllocationError,
     PlacementChoice,
@@ -70,7 +68,7 @@ class FlowReplan(L.Callback):
         self._runner = getattr(strategy, "runner", None)
         if self._runner is None:
             return
-        self._ratios, self._seen = {BACKBONE: [], ENCODER: []}, 0
+        self._ratios, self._seen = {}, 0
         self._runner.collects_timings = True  # on all ranks, though rank 0 alone compares
         self._folder = str(trainer.log_dir or trainer.default_root_dir)
         self._costs, self._allocation = strategy.placement_decision.costs, strategy.placement_decision.allocation
@@ -89,18 +87,21 @@ class FlowReplan(L.Callback):
         for role, timings in joined_timings(note["timings"] for note in self._runner.report.notes).items():
             planned = sum(_seconds(self._costs.profile.roles[role].cost, *sizes) for *sizes, _ in timings)
             if planned > 0:
-                self._ratios[role].append(sum(seconds for *_, seconds in timings) / planned)
+                self._ratios.setdefault(role, []).append(sum(seconds for *_, seconds in timings) / planned)
         self._seen += 1
         if self._seen % self.steps == 0:
-            drift = {role: float(np.median(ratios)) for role, ratios in self._ratios.items() if ratios}
-            self._ratios = {role: [] for role in self._ratios}
+            drift = {role: float(np.median(ratios)) for role, ratios in self._ratios.items()}
+            self._ratios = {}
             if any(abs(ratio - 1) > self.threshold for ratio in drift.values()):
                 self._plan_again(self._costs, drift)
 
     def _plan_again(self, costs: MeasuredCosts, drift: Mapping[str, float]) -> None:
-        choice = choose_placement(replace(costs, profile=_drifted(costs.profile, drift)))
-        now = next(each for each in choice.predictions if each.allocation == self._allocation)
-        if now.seconds <= choice.chosen.seconds * (1 + choice.margin):
+        drifted_costs = replace(costs, profile=_drifted(costs.profile, drift))
+        choice = choose_placement(drifted_costs)
+        now = next((each for each in choice.predictions if each.allocation == self._allocation), None)
+        if now is None and self._allocation is not None:  # several encoders would share their ranks otherwise today
+            now = drifted_costs.predict(self._allocation)
+        if now is None or now.seconds <= choice.chosen.seconds * (1 + choice.margin):
             return
         self._costs = None  # once is enough
         drifted = " and ".join(f"the {role} takes {ratio:.2f} times" for role, ratio in sorted(drift.items()))

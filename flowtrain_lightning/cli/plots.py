@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES, PlanningError
+from flowtrain_lightning.allocator import BACKBONE, PlanningError
 from flowtrain_lightning.allocator.candidates import usable_bytes
 from flowtrain_lightning.cli.plan_bars import step_phases
 from flowtrain_lightning.cli.plan_report import PlanReport
@@ -178,9 +178,9 @@ def draw_profile(profile: Profile, data: DataProfile, path: Path) -> None:
         ProfileError: matplotlib is not installed, or the file cannot be written.
     """
     figure = _figure(11, 6.5, ProfileError)
-    panels = figure.subplots(2, 3)
-    for axes, role in zip(panels[:, 0], ROLES, strict=True):
-        _draw_half(axes, role, profile.roles[role])
+    panels = figure.subplots(max(2, len(profile.roles)), 3)
+    for axes, (role, half) in zip(panels[:, 0], profile.roles.items(), strict=True):
+        _draw_half(axes, role, half)
     sizes = data.sizes
     lengths = {
         "tokens of a sample": sizes.tokens,
@@ -188,8 +188,10 @@ def draw_profile(profile: Profile, data: DataProfile, path: Path) -> None:
         "patches of a media item": sizes.media_patches,
         "rows of features of a media item": sizes.media_rows,
     }
-    for axes, (name, values) in zip(panels[:, 1:].ravel(), lengths.items(), strict=True):
+    for axes, (name, values) in zip(panels[:2, 1:].ravel(), lengths.items(), strict=True):
         _draw_lengths(axes, name, values)
+    for axes in panels[2:, 1:].ravel():
+        axes.set_axis_off()
     for axes in panels.ravel():
         axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path, ProfileError)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from flowtrain_lightning.allocator import BACKBONE, PRECISIONS, ROLES
+from flowtrain_lightning.allocator import PRECISIONS
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.cli.command_table import COMMANDS
@@ -98,7 +98,7 @@ def run() -> None:
     )
     write_profile(found, options.out)
     devices = max(_LEAST_DEVICES, trainer.num_devices * trainer.num_nodes)
-    data = profile_data(cli.datamodule, found, devices)
+    data = profile_data(cli.datamodule, found, devices, cli.model.role_graph)
     if options.plot is not None:
         from flowtrain_lightning.cli.plots import draw_profile
 
@@ -119,7 +119,9 @@ def _write_lengths(data: DataProfile, path: Path) -> None:
     sizes = data.sizes
     columns = {"tokens": sizes.tokens}
     for modality, lengths in data.workload.media.items():
-        columns[f"{modality}_tokens"] = pyarrow.ListArray.from_arrays(sizes.media_start.astype("int32"), lengths)
+        counts = np.bincount(sizes.media_sample[sizes.of_modality(modality)], minlength=len(sizes))
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype("int32")
+        columns[f"{modality}_tokens"] = pyarrow.ListArray.from_arrays(starts, lengths)
     try:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     except OSError as error:
@@ -141,7 +143,7 @@ def profile_as_text(profile: Profile) -> str:
         f"{origin.module.split()[0]} on {origin.device}, {threads} thread{'s' if threads != 1 else ''}, "
         f"{origin.settings['precision']}"
     )
-    parts = [heading, _times(profile), *(_half(role, profile) for role in ROLES)]
+    parts = [heading, _times(profile), *(_half(role, profile) for role in profile.roles)]
     if not profile.whole:
         parts.append("The halves did not fit whole. Each was measured with one and with two of its layers.")
     if (summed := profile.reduction) is not None:
@@ -152,7 +154,7 @@ def profile_as_text(profile: Profile) -> str:
 
 def _times(profile: Profile) -> str:
     lines = []
-    for role in ROLES:
+    for role in profile.roles:
         half = profile.roles[role]
         ordered = sorted(half.measured, key=lambda item: item.tokens)
         for number in np.unique(np.linspace(0, len(ordered) - 1, _SHOWN).round().astype(int)) if ordered else ():
@@ -176,7 +178,7 @@ def _half(role: str, profile: Profile) -> str:
     size = f"{half.parameters / 1e6:,.2f}M parameters"
     if not half.measured:
         return f"{role}: {size}; not measured, as no sample needs it."
-    unit = "token" if role == BACKBONE else "patch"
+    unit = "token" if role == profile.trunk else "patch"
     cost = half.cost
     terms = [f"{1e3 * cost.constant:.2f} ms", f"{1e6 * cost.linear:.2f} us a {unit}"]
     if cost.quadratic:

@@ -161,10 +161,14 @@ class CostChange:
 
 
 def _profiled_costs(path: Path) -> tuple[CostModel, CostModel | None]:
-    """The cost models of backbone and encoder that a profile holds; None for an encoder that was not measured."""
+    """The cost models of trunk and encoder that a profile holds.
+
+    None for an encoder that was not measured, and for several: what media cost one says nothing of another.
+    """
     try:
         roles = json.loads(path.read_text(encoding="utf-8"))["roles"]
-        cost, encoder_cost = (CostModel(**roles[role]["cost"]) for role in ("backbone", "encoder"))
+        *encoders, cost = (CostModel(**role["cost"]) for role in roles.values())
+        encoder_cost = encoders[0] if len(encoders) == 1 else CostModel(0.0, 0.0, 0.0)
     except OSError as error:
         raise DataError(f"The profile {path} cannot be read: {error}") from error
     except (ValueError, TypeError, KeyError) as error:

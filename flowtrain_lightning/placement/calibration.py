@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
-    ENCODER,
     PRECISIONS,
     Cluster,
     Device,
@@ -61,7 +59,7 @@ def measured_efficiencies(
 
 def _refuse_another(profile: Profile, role: str, half: Half, name: str) -> None:
     if role not in profile.roles:
-        raise ProfileError(f"A profile has one encoder and a backbone, but {name} has {role} as well.")
+        raise ProfileError(f"The profile has the roles {', '.join(profile.roles)}, but {name} has {role} as well.")
     profiled = profile.roles[role]
     if abs(half.parameters / profiled.parameters - 1) > _LIKE:
         raise ProfileError(
@@ -75,7 +73,8 @@ def _refuse_another(profile: Profile, role: str, half: Half, name: str) -> None:
 
 def _efficiency(profile: Profile, role: str, half: Half, device: Device, precision: str) -> Efficiency:
     measured = profile.roles[role].measured
-    receives_gradient = role == BACKBONE and profile.roles[ENCODER].trains
+    an_encoder_trains = any(profile.roles[each].trains for each in profile.producers)
+    receives_gradient = role == profile.trunk and an_encoder_trains
     profiled = maker_device(profile.origin.device) or device
     there = assumed_efficiency(profiled)
     cluster, numbers = Cluster(profiled, 1, 1), PRECISIONS[precision]

@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import (
-    ROLES,
     Allocation,
     AllocationError,
     Layout,
     PlacementChoice,
+    RoleGraph,
     choose_placement,
     default_allocation,
 )
@@ -31,7 +31,13 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.placement.measured import SIMULATED_STEPS, MeasuredCosts, MeasuredPrediction
 from flowtrain_lightning.placement.measuring_process import measured_profile
 from flowtrain_lightning.placement.profile import Profile
-from flowtrain_lightning.placement.request import OFF, PlacementRequest, refuse_other_ranks, refuse_what_cannot_run
+from flowtrain_lightning.placement.request import (
+    OFF,
+    PlacementRequest,
+    of_module,
+    refuse_other_ranks,
+    refuse_what_cannot_run,
+)
 from flowtrain_lightning.placement.run_costs import first_steps, processors_of, rank_bytes
 from flowtrain_lightning.placement.text_table import text_table
 
@@ -79,7 +85,7 @@ class PlacementDecision:
             chosen = self.choice.chosen
             kept["predicted_step_seconds"] = chosen.seconds
             kept["predicted_samples_per_second"] = chosen.samples_per_second
-            kept |= {f"predicted_{role}_idle": chosen.idle[role] for role in ROLES}
+            kept |= {f"predicted_{role}_idle": idle for role, idle in chosen.idle.items()}
         return kept
 
     def record(self, trainer: L.Trainer, folder: str) -> None:
@@ -167,11 +173,14 @@ def _decide(launch: LaunchContext) -> PlacementDecision:
     profile = launch.request.profile
     checkpoint = launch.resumed.checkpoint(launch.trainer)
     if checkpoint is not None and not isinstance(profile, Profile):
-        saved = _as_saved(checkpoint, launch.ranks)
+        saved = _as_saved(checkpoint, launch.ranks, launch.module.role_graph)
         if saved is not None:
             return saved
     rule = default_allocation(
-        launch.ranks, devices_per_node=launch.ranks // launch.nodes, ranks_per_device=launch.ranks_per_device
+        launch.ranks,
+        devices_per_node=launch.ranks // launch.nodes,
+        ranks_per_device=launch.ranks_per_device,
+        graph=launch.module.role_graph,
     )
     data = launch.trainer.datamodule  # type: ignore[attr-defined]
     if profile == OFF:
@@ -189,13 +198,14 @@ def _decide(launch: LaunchContext) -> PlacementDecision:
         return PlacementDecision(rule, "it is the rule of thumb, as planning failed")
 
 
-def _as_saved(checkpoint: str, ranks: int) -> PlacementDecision | None:
+def _as_saved(checkpoint: str, ranks: int, graph: RoleGraph) -> PlacementDecision | None:
     if not Path(checkpoint).is_dir():
         return None  # a plain Lightning checkpoint knows of no ranks
     source = f"The allocation in {checkpoint}"
     try:
         saved = read_allocation(Path(checkpoint))
         refuse_other_ranks(saved, ranks, source)
+        saved = of_module(saved, source, graph)
         refuse_what_cannot_run(saved, source)
     except AllocationError as error:
         rank_zero_info(f"flowtrain: {error} It is chosen anew now.")
@@ -210,6 +220,11 @@ def _planned(launch: LaunchContext, data: FlowDataModule) -> PlacementDecision:
     trainer, profile = launch.trainer, launch.request.profile
     if not isinstance(profile, Profile):
         profile = measured_profile(trainer, launch.module, data)
+    graph = launch.module.role_graph
+    if set(profile.roles) != set(graph.roles):
+        raise AllocationError(
+            f"the profile has the roles {', '.join(profile.roles)}, but the module the halves {', '.join(graph.roles)}"
+        )
     processors = processors_of(trainer.strategy.root_device, launch.ranks, launch.ranks_per_device, launch.nodes)
     costs = MeasuredCosts(
         profile,
@@ -220,6 +235,7 @@ def _planned(launch: LaunchContext, data: FlowDataModule) -> PlacementDecision:
         launch.nodes,
         launch.ranks_per_device,
         rank_bytes(trainer.strategy.root_device, launch.ranks_per_device),
+        graph,
     )
     choice = choose_placement(costs)
     return PlacementDecision(choice.chosen.allocation, choice.reason + _why_shards(costs, choice), costs, choice)
@@ -230,7 +246,8 @@ def _why_shards(costs: MeasuredCosts, choice: PlacementChoice[MeasuredPrediction
     chosen = choice.chosen.allocation
     if not any(layout.shares_weights for layout in chosen.layouts.values()) or costs.rank_bytes is None:
         return ""
-    whole = Allocation(chosen.placement, {r: Layout(len(chosen.ranks[r])) for r in ROLES}, chosen.ranks)
+    layouts = {role: Layout(len(ranks)) for role, ranks in chosen.ranks.items()}
+    whole = Allocation(chosen.placement, layouts, chosen.ranks)
     return (
         f"; whole copies there would keep {costs.kept_bytes(whole) / 1e9:,.0f} GB of weights, gradients and optimizer "
         f"on a rank that has {costs.rank_bytes / 1e9:,.0f} GB, shards keep {costs.kept_bytes(chosen) / 1e9:,.0f} GB"

@@ -12,7 +12,9 @@ from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.data.stream_steps import StreamSteps
-from flowtrain_lightning.packing import IMAGE, CostModel, IntArray, SampleSizes
+from flowtrain_lightning.packing import IntArray, SampleSizes
+from flowtrain_lightning.packing.role_graph import RoleGraph
+from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.placement.profile import Profile
 
 _TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))
@@ -51,7 +53,7 @@ class DataProfile:
     workload: Workload
 
 
-def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> DataProfile:
+def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8, graph: RoleGraph = TWO_ROLES) -> DataProfile:
     """Draw training samples until the split of devices between encoder and backbone no longer depends on the draw.
 
     After Entrain (arXiv 2605.27918): the work of encoder and backbone varies much between samples, but a few hundred
@@ -61,6 +63,7 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> Da
         data: its training data are used.
         profile: says what each sample costs.
         devices: that are to be split; the more, the more samples it takes.
+        graph: the roles of the module.
 
     Raises:
         DataError: there are no training data, they cannot be read, or they are a stream.
@@ -75,7 +78,7 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> Da
     draw = np.random.default_rng(data.seed)
     pool = draw.permutation(len(source))[:_MOST]
     sizes = source.sizes(pool)
-    encoder, backbone = sample_costs(sizes, profile, data.token_budget)
+    encoder, backbone = sample_costs(sizes, profile, data.token_budget, graph)
 
     def split(drawn: IntArray) -> int:
         return encoder_devices(float(encoder[drawn].sum()), float(backbone[drawn].sum()), devices)
@@ -88,16 +91,21 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> Da
     return DataProfile(chosen, len(source), stable, devices, split(drawn), share, workload)
 
 
-def sample_costs(sizes: SampleSizes, profile: Profile, token_budget: int) -> tuple[FloatArray, FloatArray]:
-    """``[samples]`` seconds of the encoder and of the backbone for each sample.
+def sample_costs(
+    sizes: SampleSizes, profile: Profile, token_budget: int, graph: RoleGraph = TWO_ROLES
+) -> tuple[FloatArray, FloatArray]:
+    """``[samples]`` seconds of all encoders and of the trunk for each sample.
 
     What a forward itself costs is shared by all samples of a full microbatch, whose media are one encoder batch.
     """
-    nothing = CostModel(0.0, 0.0, 0.0)
-    encoder, backbone = profile.encoder_cost or nothing, profile.cost
-    forwards = sizes.tokens / token_budget
-    of_media = np.bincount(sizes.media_sample, encoder.of_each(sizes.media_patches), minlength=len(sizes))
-    return of_media + encoder.constant * forwards, backbone.of_each(sizes.tokens) + backbone.constant * forwards
+    forwards, trunk = sizes.tokens / token_budget, profile.cost
+    of_media, constant = np.zeros(len(sizes.media_patches)), 0.0
+    for modality in sizes.modalities if len(sizes.media_patches) else ():
+        half, media = profile.roles[graph.producer_of(modality)], sizes.of_modality(modality)
+        of_media[media] = half.cost.of_each(sizes.media_patches[media])
+        constant += half.cost.constant
+    encoding = np.bincount(sizes.media_sample, of_media, minlength=len(sizes))
+    return encoding + constant * forwards, trunk.of_each(sizes.tokens) + trunk.constant * forwards
 
 
 def encoder_devices(encoder: float, backbone: float, devices: int) -> int:
@@ -133,7 +141,7 @@ def _workload(sizes: SampleSizes, data: FlowDataModule, samples_per_step: int) -
     patches_per_token = sizes.media_patches.sum() / sizes.tokens.sum()
     return Workload(
         sizes.tokens,
-        {IMAGE: sizes.media_patches},
+        {modality: sizes.media_patches[sizes.of_modality(modality)] for modality in sizes.modalities},
         global_batch_size=samples_per_step,
         token_budget=data.token_budget,
         encoder_budget=min(data.encoder_budget, max(1, round(data.token_budget * patches_per_token))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
+from flowtrain_lightning.data import Features
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost
@@ -54,17 +55,19 @@ def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, FlopMo
             f"The FLOPs of {type(module).__name__} cannot be counted, since its methods do not run without weights "
             f"and pixels ({type(error).__name__}: {reason})."
         ) from error
-    return {role: _fitted(role, probes, counted) for role in ROLES if any(role in passes for passes in counted)}
+    roles = module.role_graph.roles
+    return {role: _fitted(role, probes, counted) for role in roles if any(role in passes for passes in counted)}
 
 
 def _few(probes: Sequence[Probe]) -> list[Probe]:
     """Some of those with media, if any has media: from the shortest samples to the longest."""
 
     def mean_length(probe: Probe) -> float:
-        item = Observation.of(probe.lengths(BACKBONE), 0.0)
+        item = Observation.of(probe.lengths(probe.graph.trunk), 0.0)
         return item.squares / item.tokens
 
-    ordered = sorted([probe for probe in probes if probe.media is not None] or probes, key=mean_length)
+    most = max(len(probe.media) for probe in probes)
+    ordered = sorted([probe for probe in probes if len(probe.media) == most], key=mean_length)
     picked = np.linspace(0, len(ordered) - 1, min(_COUNTED, len(ordered))).round().astype(int)
     return [ordered[number] for number in picked]
 
@@ -96,20 +99,20 @@ class _Counter:
 def _count(module: FlowModule, probe: Probe) -> Passes:
     """The halves share no graph, as if they lived on two ranks."""
     counter, found = _Counter(), {}
-    packed, media, trains = probe.packed, probe.media, half_trains(module, ENCODER)
-    features = {}
-    if media is not None:
-        dtypes = (weight.dtype for weight in half_parameters(module, ENCODER) if weight.is_floating_point())
+    features: Features = {}
+    for role, media in probe.media.items():
+        trains = half_trains(module, role)
+        dtypes = (weight.dtype for weight in half_parameters(module, role) if weight.is_floating_point())
         pixels = media.with_patches(media.pixels.to("meta", next(dtypes, torch.float32)))
         with torch.set_grad_enabled(trains):
-            output, encoding = counter.run(lambda: module.encode(pixels))
+            output, encoding = counter.run(partial(module.encode, pixels))
         outputs = output if isinstance(output, tuple) else (output,)
         leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
-        features = as_features(media.modality, leaves)
-        found[ENCODER] = encoding, counter.backward(outputs)
+        features |= as_features(media.modality, leaves)
+        found[role] = encoding, counter.backward(outputs)
     with module.logging_into(MetricAccumulator()):
-        (loss, _), forward = counter.run(lambda: module.backbone_step(packed, features, "train"))
-    found[BACKBONE] = forward, counter.backward((loss,))
+        (loss, _), forward = counter.run(lambda: module.backbone_step(probe.packed, features, "train"))
+    found[module.role_graph.trunk] = forward, counter.backward((loss,))
     return found
 
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.quiet_lightning import quiet_lightning
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
-from flowtrain_lightning.data import FlowDataModule, StepBatch
+from flowtrain_lightning.data import Features, FlowDataModule, PackedMedia, StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
@@ -46,7 +45,7 @@ class HalfTimes:
     Attributes:
         passes: role -> number of the probe -> ``[2]`` seconds of forward and of backward.
         optimizer: role -> seconds of one optimizer step over this half alone.
-        feature_bytes: of one row of features; 0 where no sample has media.
+        feature_bytes: of one row of features, the largest; 0 where no sample has media.
     """
 
     passes: Mapping[str, Mapping[int, FloatArray]]
@@ -90,7 +89,7 @@ def time_halves(
         progress: show a bar.
     """
     clock = next(callback for callback in trainer.callbacks if isinstance(callback, OptimizerClock))  # type: ignore[attr-defined]
-    module.set_local_roles(ROLES)
+    module.set_local_roles(module.role_graph.roles)
     runner = HalfRunner(module, trainer, probes, clock, seconds=seconds, progress=progress)
     module.attach_runner(runner)
     with quiet_lightning():
@@ -150,7 +149,7 @@ class HalfRunner(WholeModuleRunner):
     Attributes:
         times: role -> number of the probe -> seconds of forward and of backward, of every round that counts.
         optimizer_times: role -> seconds of the optimizer's steps over this half alone.
-        feature_bytes: of one row of features; 0 until one was computed.
+        feature_bytes: of one row of features, the largest; 0 until one was computed.
     """
 
     def __init__(
@@ -164,8 +163,9 @@ class HalfRunner(WholeModuleRunner):
         progress: bool,
     ) -> None:
         super().__init__(module, trainer)
-        self.times: dict[str, dict[int, list[tuple[float, float]]]] = {role: defaultdict(list) for role in ROLES}
-        self.optimizer_times: dict[str, list[float]] = {role: [] for role in ROLES}
+        roles = self._graph.roles
+        self.times: dict[str, dict[int, list[tuple[float, float]]]] = {role: defaultdict(list) for role in roles}
+        self.optimizer_times: dict[str, list[float]] = {role: [] for role in roles}
         self.feature_bytes = 0
         self._device = trainer.strategy.root_device
         self._probes = probes
@@ -177,7 +177,7 @@ class HalfRunner(WholeModuleRunner):
     @property
     def most_steps(self) -> int:
         """Steps that all work needs where time is not up before."""
-        return (_WARM_UPS + _ROUNDS) * len(self._probes) + len(ROLES) * _OPTIMIZER_STEPS + 1
+        return (_WARM_UPS + _ROUNDS) * len(self._probes) + len(self._graph.roles) * _OPTIMIZER_STEPS + 1
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """The next piece of work; the batch is not looked at."""
@@ -198,8 +198,9 @@ class HalfRunner(WholeModuleRunner):
                         self._run(probe, counts=number >= _WARM_UPS)
                     bar.update()
                     yield True
-            gradients = [(weight, weight.grad) for role in ROLES for weight in half_parameters(self._module, role)]
-            for role in ROLES:
+            roles = self._graph.roles
+            gradients = [(weight, weight.grad) for role in roles for weight in half_parameters(self._module, role)]
+            for role in roles:
                 self._keep_gradients_of(role, gradients)
                 for _ in range(_OPTIMIZER_STEPS):
                     bar.update()
@@ -223,23 +224,33 @@ class HalfRunner(WholeModuleRunner):
 
     def _run_halves(self, probe: Probe) -> dict[str, tuple[float, float]]:
         """Role -> seconds of forward and of backward. The halves share no graph, as if they lived on two ranks."""
-        compute, found = self._compute, {}
-        packed, media, step = probe.packed, probe.media, (probe.batch.epoch, probe.batch.step)
-        trains = half_trains(self._module, ENCODER)
-        outputs: tuple[Tensor, ...] = ()
-        encoding = 0.0
-        if media is not None:
-            with torch.set_grad_enabled(trains):
-                outputs, encoding = self._timed(lambda: compute.encode(ENCODER, media, step=step, number=0))
-            self.feature_bytes = sum(out[0].numel() * out.element_size() for out in outputs)
-        leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
-        features = as_features(media.modality, leaves) if media is not None else {}
-        loss, forward = self._timed(lambda: compute.microbatch(packed, features, stage="train", step=step, number=0))
-        backward = self._backward(BACKBONE, (loss,), (torch.ones_like(loss),))
-        found[BACKBONE] = forward, backward
-        if media is not None:
-            found[ENCODER] = encoding, self._backward(ENCODER, outputs, tuple(leaf.grad for leaf in leaves))
+        packed, step = probe.packed, (probe.batch.epoch, probe.batch.step)
+        features: Features = {}
+        encoded: dict[str, tuple[float, tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        for role, media in probe.media.items():
+            seconds, outputs, leaves = self._encode(role, media, step)
+            encoded[role] = seconds, outputs, leaves
+            features |= as_features(media.modality, leaves)
+        trunk = self._graph.trunk
+        loss, forward = self._timed(
+            lambda: self._compute.microbatch(packed, features, stage="train", step=step, number=0)
+        )
+        found = {trunk: (forward, self._backward(trunk, (loss,), (torch.ones_like(loss),)))}
+        for role, (seconds, outputs, leaves) in encoded.items():
+            found[role] = seconds, self._backward(role, outputs, tuple(leaf.grad for leaf in leaves))
         return found
+
+    def _encode(
+        self, role: str, media: PackedMedia, step: tuple[int, int]
+    ) -> tuple[float, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Seconds of a forward, its outputs, and the same without their graph, for the trunk to read."""
+        trains = half_trains(self._module, role)
+        with torch.set_grad_enabled(trains):
+            outputs, seconds = self._timed(lambda: self._compute.encode(role, media, step=step, number=0))
+        row_bytes = sum(out[0].numel() * out.element_size() for out in outputs)
+        self.feature_bytes = max(self.feature_bytes, row_bytes)
+        leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
+        return seconds, outputs, leaves
 
     def _backward(self, role: str, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> float:
         pairs = zip(outputs, gradients, strict=True)

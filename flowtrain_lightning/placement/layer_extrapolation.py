@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.placement.flop_counter import count_flops
@@ -41,11 +40,12 @@ def extrapolate_layers(
     Raises:
         ProfileError: no half has a list of equal layers, or FLOPs say that the layers are not alike.
     """
-    depths = {role: len(found) for role in ROLES if (found := longest_list(copy_on_meta(module), role)) is not None}
+    roles = module.role_graph.roles
+    depths = {role: len(found) for role in roles if (found := longest_list(copy_on_meta(module), role)) is not None}
     name = type(module).__name__
     if not depths:
         raise ProfileError(
-            f"{name} does not fit on the device, and neither of its halves has an nn.ModuleList of equal layers of "
+            f"{name} does not fit on the device, and none of its halves has an nn.ModuleList of equal layers of "
             "which one could be measured; measure on a larger device."
         )
     one, two = (_with_layers(module, depth) for depth in _DEPTHS)
@@ -79,7 +79,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 def _with_layers(module: FlowModule, depth: int) -> FlowModule:
     shallow = copy_on_meta(module)
-    for role in ROLES:
+    for role in module.role_graph.roles:
         if (found := longest_list(shallow, role)) is not None:
             del found[depth:]
     return shallow
@@ -109,7 +109,7 @@ def _in_memory(shallow: FlowModule) -> FlowModule:
 
 
 def _extended(one: HalfTimes, two: HalfTimes, depths: Mapping[str, int]) -> HalfTimes:
-    more = {role: depths.get(role, 1) - 1 for role in ROLES}
+    more = {role: depths.get(role, 1) - 1 for role in one.passes}
     return HalfTimes(
         passes={
             role: {

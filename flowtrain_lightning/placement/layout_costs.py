@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flowtrain_lightning.allocator import ENCODER, ROLES, Allocation, AllocationError, RoleProblem
+from flowtrain_lightning.allocator import Allocation, AllocationError, RoleProblem
 from flowtrain_lightning.allocator.candidates import why_undividable
 from flowtrain_lightning.allocator.flops import pairs_of_each
 from flowtrain_lightning.allocator.pass_time import pass_time
@@ -49,7 +49,7 @@ class ProfiledLayoutCosts:
 
     Attributes:
         profile: of whole copies on one rank.
-        allocation: of both roles.
+        allocation: of the same roles.
 
     Raises:
         AllocationError: other roles, or layouts of which a profile does not say what they take.
@@ -59,9 +59,10 @@ class ProfiledLayoutCosts:
     allocation: Allocation
 
     def __post_init__(self) -> None:
-        if set(self.allocation.layouts) != set(ROLES):
+        if set(self.allocation.layouts) != set(self.profile.roles):
             raise AllocationError(
-                f"A profile has the roles {' and '.join(ROLES)}, but the plan has {', '.join(self.allocation.layouts)}."
+                f"The profile has the roles {', '.join(self.profile.roles)}, but the plan has "
+                f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
             if layout.ranks_of_member > 1 or layout.shard.startswith("zero") or layout.shard == "deepspeed-3":
@@ -73,13 +74,13 @@ class ProfiledLayoutCosts:
     @property
     def encoder_trains(self) -> bool:
         """See `LayoutCosts`."""
-        return self.profile.roles[ENCODER].trains
+        return any(self.profile.roles[role].trains for role in self.allocation.producers)
 
     def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """See `LayoutCosts`."""
         half, (gather, back) = self.profile.roles[role], self._sharing(role)
         seconds = half.cost.of_set(lengths)
-        if role == ENCODER and not half.trains:
+        if role != self.allocation.trunk and not half.trains:
             return PassTimes(seconds + gather, 0.0)
         forward = seconds * half.forward_share
         return PassTimes(forward + gather, seconds - forward + self._repeated_share(role) * forward + back)
@@ -145,7 +146,7 @@ class ModelledLayoutCosts:
     @property
     def encoder_trains(self) -> bool:
         """See `LayoutCosts`."""
-        return self.problems[ENCODER].half.trains
+        return any(self.problems[role].half.trains for role in self.allocation.producers)
 
     def batch(self, role: str, lengths: IntArray) -> PassTimes:
         """See `LayoutCosts`."""

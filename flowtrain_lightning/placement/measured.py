@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
-    ENCODER,
     PRECISIONS,
-    ROLES,
     Allocation,
     NoPlanError,
     Placement,
     Prediction,
+    RoleGraph,
     RoleLayout,
     default_allocation,
 )
 from flowtrain_lightning.allocator.memory_use import USABLE
 from flowtrain_lightning.packing import PackingError, StepPlan
 from flowtrain_lightning.packing.simulator import simulate_steps
+from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.packing.step_work import StepWork, TimedBatch
 from flowtrain_lightning.placement.lane_work import lane_work
 from flowtrain_lightning.placement.layout_costs import ProfiledLayoutCosts
@@ -35,13 +34,6 @@ SIMULATED_STEPS = 6
 """So many steps tell how uneven ranks are, and how far an encoder that does not train works ahead."""
 
 _SHARDED = RoleLayout(shard="fsdp")
-_SHARDINGS: tuple[dict[str, RoleLayout], ...] = (
-    {},
-    {BACKBONE: _SHARDED},
-    {ENCODER: _SHARDED},
-    {ENCODER: _SHARDED, BACKBONE: _SHARDED},
-)
-"""Sets of roles that hold shards, the simplest first: an allocation takes the first that fits."""
 
 _TRIED_AT_ONCE = 12
 """Numbers of encoder ranks that one round of the search looks at."""
@@ -90,6 +82,7 @@ class MeasuredCosts:
         ranks_per_device: ranks that share a device. With more than one, each of them has one role: two copies of both
             halves on a device would only take its memory.
         rank_bytes: memory of a device for each of its ranks; None where it is not known, as on CPUs.
+        graph: the roles, and what flows between them.
     """
 
     margin: ClassVar[float] = 0.01
@@ -102,21 +95,22 @@ class MeasuredCosts:
     nodes: int = 1
     ranks_per_device: int = 1
     rank_bytes: float | None = None
+    graph: RoleGraph = TWO_ROLES
 
     def predictions(self) -> tuple[MeasuredPrediction, ...]:
         """Colocated roles; separate and mixed ones with ranks that only encode spread evenly over the nodes.
 
         On a few ranks these are all such allocations. On more, some numbers of encoder ranks are tried, then
-        more of them about the best one, and so on: a thousand ranks take some eighty predictions. Roles hold whole
-        copies; where these do not fit, as far as weights, gradients and optimizer tell, the backbone, the encoder or
-        both hold shards (FSDP2).
+        more of them about the best one, and so on: a thousand ranks take some eighty predictions. Several roles that
+        encode share these ranks by what they have to do. Roles hold whole copies; where these do not fit, as far as
+        weights, gradients and optimizer tell, the trunk, those that encode or all hold shards (FSDP2).
 
         Raises:
             NoPlanError: the steps cannot be dealt to so many ranks, or nothing fits.
         """
         found = search_splits(self.ranks - 1, partial(self._apart, "separate"))
         if self.ranks_per_device == 1:
-            together = self._fitting(default_allocation(self.ranks, "colocated"))
+            together = self._fitting(default_allocation(self.ranks, "colocated", graph=self.graph))
             mixed = search_splits(self.ranks - 1, partial(self._apart, "mixed"))
             found = [*([together] if together is not None else []), *found, *mixed]
         if not found:
@@ -145,23 +139,50 @@ class MeasuredCosts:
         return predict_steps(plans, allocation, self.profile, self.processors, self.kept_batches)
 
     def _apart(self, placement: Placement, encoder_ranks: int) -> MeasuredPrediction | None:
+        wanted: int | Mapping[str, int] = encoder_ranks
+        if placement == "separate" and not self.graph.is_simple:
+            if encoder_ranks < len(self.graph.producers):
+                return None
+            wanted = shared_out(encoder_ranks, self._encoding)
         per_node = self.ranks // self.nodes
-        return self._fitting(default_allocation(self.ranks, placement, encoder_ranks, per_node, self.ranks_per_device))
+        return self._fitting(
+            default_allocation(self.ranks, placement, wanted, per_node, self.ranks_per_device, self.graph)
+        )
+
+    @cached_property
+    def _encoding(self) -> dict[str, float]:
+        """Role that encodes -> seconds of its media in the first steps."""
+        try:
+            plans = self.plan_steps(default_allocation(self.ranks, "colocated", graph=self.graph), SIMULATED_STEPS)
+        except PackingError:
+            plans = ()
+        return {
+            role: sum(
+                self.profile.roles[role].cost.of_set(plan.sizes.media_patches[batch])
+                for plan in plans
+                for own in plan.batches[role]
+                for batch in own
+                if len(batch)
+            )
+            for role in self.graph.producers
+        }
 
     def _fitting(self, whole: Allocation) -> MeasuredPrediction | None:
         """Returns the seconds of steps on these ranks, with as few roles in shards as fit; None where nothing does."""
-        for roles in _SHARDINGS:
-            allocation = whole.with_roles(roles)
+        trunk, producers = self.graph.trunk, self.graph.producers
+        for sharded in ((), (trunk,), producers, (*producers, trunk)):  # the simplest first
+            allocation = whole.with_roles(dict.fromkeys(sharded, _SHARDED))
             if self._runs(allocation) and self._fits(allocation):
                 return self.predict(allocation)
         return None
 
     def _runs(self, allocation: Allocation) -> bool:
-        """Training offers it, and no frozen backbone in shards is beside an encoder that trains: ranks would hang."""
+        """Training offers it, and no frozen trunk in shards is beside an encoder that trains: ranks would hang."""
         if why_it_cannot_run(allocation) is not None:
             return False
-        trains = {role: half.trains for role, half in self.profile.roles.items()}
-        return trains[BACKBONE] or not trains[ENCODER] or not allocation.layouts[BACKBONE].shares_weights
+        trunk, trains = self.graph.trunk, {role: half.trains for role, half in self.profile.roles.items()}
+        an_encoder_trains = any(trains[role] for role in self.graph.producers)
+        return trains[trunk] or not an_encoder_trains or not allocation.layouts[trunk].shares_weights
 
     def _fits(self, allocation: Allocation) -> bool:
         whole = all(layout.is_whole_copies for layout in allocation.layouts.values())
@@ -170,6 +191,19 @@ class MeasuredCosts:
         if self.rank_bytes is None or self.profile.origin.settings["precision"] not in PRECISIONS:
             return whole  # nothing says what fits
         return self.kept_bytes(allocation) <= USABLE * self.rank_bytes
+
+
+def shared_out(ranks: int, work: Mapping[str, float]) -> dict[str, int]:
+    """Role -> its ranks, at least 1, so that the one that takes longest takes as short as can be.
+
+    Args:
+        ranks: at least as many as roles.
+        work: role -> seconds of one rank.
+    """
+    counts = dict.fromkeys(work, 1)
+    for _ in range(ranks - len(counts)):
+        counts[max(counts, key=lambda role: work[role] / counts[role])] += 1
+    return counts
 
 
 def search_splits(most: int, predict: Callable[[int], MeasuredPrediction | None]) -> list[MeasuredPrediction]:
@@ -225,7 +259,7 @@ def predict_steps(
 
 def short_name(allocation: Allocation) -> str:
     """An allocation in a few words, as in ``separate 1 + 3``: ranks that only encode, backbone ranks, then shards."""
-    backbones = len(allocation.ranks[BACKBONE])
+    backbones = len(allocation.ranks[allocation.trunk])
     only_encode = allocation.size - backbones
     sharded = [role for role, layout in allocation.layouts.items() if layout.shares_weights]
     shards = f", {' and '.join(sharded)} in shards" if sharded else ""
@@ -236,7 +270,7 @@ def short_name(allocation: Allocation) -> str:
 def _busy_seconds(works: Sequence[StepWork], allocation: Allocation) -> dict[int, dict[str, float]]:
     """Rank -> role -> seconds that it computes for that role in a step, on average."""
     busy: dict[int, dict[str, float]] = {rank: {} for rank in range(allocation.size)}
-    for role in ROLES:
+    for role in allocation.roles:
         for member, ranks in enumerate(allocation.members(role)):
             of_steps = [sum(map(_batch_seconds, work[role][member])) for work in works]
             busy.update({rank: {**busy[rank], role: float(np.mean(of_steps))} for rank in ranks})
@@ -251,5 +285,5 @@ def _idle_shares(busy: dict[int, dict[str, float]], allocation: Allocation, seco
     """Role -> idle share of its ranks; a rank with two roles is idle where it computes for neither."""
     return {
         role: max(0.0, 1 - float(np.mean([sum(busy[rank].values()) for rank in allocation.ranks[role]])) / seconds)
-        for role in ROLES
+        for role in allocation.roles
     }

@@ -26,8 +26,9 @@ def copy_on_meta(module: FlowModule) -> FlowModule:
     Buffers of a module that is built are copied as they are, since models read them. A half that other ranks hold is
     there without memory, which is all that a copy on the meta device has of any half.
     """
+    # Of a weight of which ranks hold shards the whole one: that is what its shape says.
     weights = {
-        id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        id(weight): nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), weight.requires_grad)
         for weight in module.parameters()
     }
     copied = detached_copy(module, weights)

@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 import flowtrain_lightning
-from flowtrain_lightning.allocator import ROLES
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.module import FlowModule
@@ -55,7 +54,7 @@ def profile_module(
     flops: bool = False,
     progress: bool = True,
 ) -> Profile:
-    """Measure the two halves of a module on one device of this machine, with real samples of several sizes.
+    """Measure the halves of a module on one device of this machine, with real samples of several sizes.
 
     Each half computes as in training, with the threads that torch has in this process. The module itself is left as it
     is: a copy of it is built and run. Where the halves do not fit on the device whole, each is measured with one and
@@ -69,24 +68,19 @@ def profile_module(
         precision: as for the Trainer.
         seconds: about how long to measure; every size is measured at least once.
         reduction: also measure how long two ranks take to sum gradients; on CPUs only.
-        flops: also count the FLOPs of both halves, which takes some seconds more.
+        flops: also count the FLOPs of all halves, which takes some seconds more.
         progress: show a bar.
 
     Raises:
         DataError: there are no training data, or they cannot be read.
-        ProfileError: the halves do not fit, and their layers are not alike; or there are several encoders.
+        ProfileError: the halves do not fit, and their layers are not alike.
     """
-    if set(module.halves) != set(ROLES):
-        raise ProfileError(
-            f"{type(module).__name__} has the halves {', '.join(module.halves)}, but one encoder and the backbone are "
-            "what is measured today."
-        )
     trainer = profiling_trainer(accelerator, precision, device_number)
     device, precision = trainer.strategy.root_device, trainer.precision
     data.prepare_data()
     data.setup("fit")
     reduced = _reduction() if reduction and device.type == "cpu" else None
-    probes = load_probes(data)
+    probes = load_probes(data, module.role_graph)
     run = partial(time_halves, data=data, probes=probes, seconds=seconds, progress=progress)
     built = detached_copy(module)
     times = _unless_out_of_memory(partial(run, built, trainer))
@@ -107,7 +101,10 @@ def profile_module(
     counted = _flops(trainer, built, probes) if flops else {}
     return Profile(
         origin_of(built, data, device, precision),
-        {role: replace(_role_profile(built, times, probes, role), flops=counted.get(role)) for role in ROLES},
+        {
+            role: replace(_role_profile(built, times, probes, role), flops=counted.get(role))
+            for role in module.role_graph.roles
+        },
         times.feature_bytes,
         reduced,
         whole,

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation, predict
 
@@ -140,8 +139,8 @@ class Profile:
 
     Attributes:
         origin: what was measured, where and with what.
-        roles: role -> its half.
-        feature_bytes: of one row of features; 0 where no sample has media.
+        roles: role -> its half; those that encode first, and last the trunk, such as the backbone.
+        feature_bytes: of one row of features, the largest; 0 where no sample has media.
         reduction: of gradients; None where it was not measured.
         whole: both halves fitted on the device together. Where they did not, each was measured with one and with two of
             its layers, and what a layer adds was counted for all of them.
@@ -154,14 +153,28 @@ class Profile:
     whole: bool = True
 
     @property
+    def trunk(self) -> str:
+        """The role that reads features and computes the loss."""
+        return [*self.roles][-1]
+
+    @property
+    def producers(self) -> tuple[str, ...]:
+        """The roles that encode."""
+        return tuple(self.roles)[:-1]
+
+    @property
     def cost(self) -> CostModel:
-        """Seconds of a microbatch on the backbone: ``FlowDataModule(cost=...)``."""
-        return self.roles[BACKBONE].cost
+        """Seconds of a microbatch on the trunk: ``PackingConfig(cost=...)``."""
+        return self.roles[self.trunk].cost
 
     @property
     def encoder_cost(self) -> CostModel | None:
-        """Seconds of an encoder batch: ``FlowDataModule(encoder_cost=...)``; None where no sample has media."""
-        return self.roles[ENCODER].cost if self.roles[ENCODER].measured else None
+        """Seconds of an encoder batch: ``PackingConfig(encoder_cost=...)``.
+
+        None where no sample has media, or where several roles encode: what media cost one says nothing of another.
+        """
+        first, *others = (self.roles[role] for role in self.producers)
+        return first.cost if first.measured and not others else None
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -205,13 +218,19 @@ def _profile(content: Mapping[str, Any]) -> Profile:
         origin=ProfileOrigin(
             str(origin["module"]), str(origin["device"]), dict(origin["versions"]), dict(origin["settings"])
         ),
-        roles={role: _role(content["roles"][role]) for role in ROLES},
+        roles=_roles(content["roles"]),
         feature_bytes=int(content["feature_bytes"]),
         reduction=None
         if reduction is None
         else ReductionCost(int(reduction["ranks"]), float(reduction["constant"]), float(reduction["seconds_per_byte"])),
         whole=bool(content["whole"]),
     )
+
+
+def _roles(given: Mapping[str, Any]) -> dict[str, RoleProfile]:
+    if len(given) < 2:
+        raise ValueError(f"it has the roles {', '.join(given) or 'of no half'}, but needs one that encodes and a trunk")
+    return {role: _role(values) for role, values in given.items()}
 
 
 def _role(values: Mapping[str, Any]) -> RoleProfile:

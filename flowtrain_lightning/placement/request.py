@@ -16,14 +16,12 @@ from flowtrain_lightning.allocator import (
     RoleGraph,
     RoleLayout,
     default_allocation,
-    graph_of,
 )
 from flowtrain_lightning.allocator.allocation import number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.role_layout import Sharding, count_ranks
+from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.placement.profile import Profile, read_profile
-
-_TWO_ROLES = graph_of(ROLES)
 
 AUTO = "auto"
 OFF = "off"
@@ -47,12 +45,12 @@ class PlacementRequest:
     allocation: Allocation | None
     source: str
     placement: Placement | None
-    encoder_ranks: int | None
+    encoder_ranks: int | Mapping[str, int] | None
     profile: Profile | str
     roles: Mapping[str, RoleLayout] = field(default_factory=dict)
 
     def answer(
-        self, ranks: int, nodes: int = 1, ranks_per_device: int = 1, graph: RoleGraph = _TWO_ROLES
+        self, ranks: int, nodes: int = 1, ranks_per_device: int = 1, graph: RoleGraph = TWO_ROLES
     ) -> Allocation | None:
         """The allocation that follows from the request alone, or None where there is something to find out.
 
@@ -67,18 +65,12 @@ class PlacementRequest:
         """
         if self.allocation is not None:
             refuse_other_ranks(self.allocation, ranks, self.source)
-            given = _of_module(self.allocation, self.source, graph)
+            given = of_module(self.allocation, self.source, graph)
             refuse_what_cannot_run(given, self.source)
             return given
-        if graph != _TWO_ROLES:
-            raise AllocationError(
-                f"The module has the halves {', '.join(graph.roles)}, but how many ranks each gets is found out today "
-                f"of {' and '.join(map(repr, ROLES))} alone. Say it: FlowTrainStrategy(allocation=...) takes an "
-                "Allocation or a YAML file with the ranks of every role. On one device train it with strategy='auto'."
-            )
         if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
             per_node = ranks // nodes
-            by_rule = default_allocation(ranks, self.placement, self.encoder_ranks, per_node, ranks_per_device)
+            by_rule = default_allocation(ranks, self.placement, self.encoder_ranks, per_node, ranks_per_device, graph)
             found = by_rule.with_roles(self.roles)
             refuse_what_cannot_run(found, "What was asked for")
             return found
@@ -88,7 +80,7 @@ class PlacementRequest:
 def make_request(
     allocation: Allocation | str | Path | None,
     placement: Placement | None,
-    encoder_ranks: int | None,
+    encoder_ranks: int | Mapping[str, int] | None,
     profile: str | Path,
     roles: Mapping[str, RoleLayout | Mapping[str, Any]] | None = None,
 ) -> PlacementRequest:
@@ -134,8 +126,6 @@ def _role_layouts(roles: Any) -> dict[str, RoleLayout]:
 
 
 def _role_layout(role: str, wanted: Any) -> RoleLayout:
-    if role not in ROLES:
-        raise AllocationError(f"roles: There is no role {role!r}; the roles are {', '.join(map(repr, ROLES))}.")
     known = {each.name for each in fields(RoleLayout)}
     if isinstance(wanted, Mapping):
         for name in wanted:
@@ -178,7 +168,7 @@ def refuse_what_cannot_run(allocation: Allocation, source: str) -> None:
         raise AllocationError(f"{source} {reason}")
 
 
-def _of_module(allocation: Allocation, source: str, graph: RoleGraph) -> Allocation:
+def of_module(allocation: Allocation, source: str, graph: RoleGraph) -> Allocation:
     """The allocation, for the roles of a module. Raises an AllocationError unless it has these."""
     if set(allocation.layouts) != set(graph.roles):
         raise AllocationError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, Allocation
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
@@ -86,7 +86,7 @@ def plan_on(
     """The plan of a step as the Trainer would make it on the allocation's ranks.
 
     Args:
-        allocation: of both roles.
+        allocation: of all roles.
         sizes: the sizes of ``samples``.
         samples: ``[n]`` indices into the data set.
         token_budget: the most tokens of a microbatch.
@@ -127,7 +127,7 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCos
     works, rules = lane_work(plans, allocation, costs, kept_batches)
     simulated = simulate_steps(works, rules)
     ends = simulated.step_ends
-    activities = tuple(_activities(simulated.spans, works, costs))
+    activities = tuple(_activities(simulated.spans, works, allocation, costs))
     counted = plans[1:]
     return Simulation(
         allocation=allocation,
@@ -139,16 +139,18 @@ def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCos
     )
 
 
-def _activities(spans: Sequence[SimulatedSpan], works: Sequence[StepWork], costs: LayoutCosts) -> Iterator[Activity]:
+def _activities(
+    spans: Sequence[SimulatedSpan], works: Sequence[StepWork], allocation: Allocation, costs: LayoutCosts
+) -> Iterator[Activity]:
     """A simulated step, with its end told apart from its batches."""
-    ends = {role: costs.end_of_step(role) for role in (ENCODER, BACKBONE)}
+    ends = {role: costs.end_of_step(role) for role in allocation.roles}
     for span in spans:
         (role, member, number), kind = span.work
         start, seconds = span.start, span.end - span.start
         parts: list[tuple[str, float]] = [(kind, seconds)]
         batches = works[span.step][role][member]
         # A backward, or all there is of what is no batch.
-        if number == len(batches) - 1 and (kind == "backward" or role == BACKBONE):
+        if number == len(batches) - 1 and (kind == "backward" or role == allocation.trunk):
             reduction, optimizer = ends[role]
             own = max(0.0, seconds - reduction - optimizer)
             parts = [(kind, own), ("reduction", reduction), ("optimizer", optimizer)]

@@ -112,6 +112,6 @@ def test_without_a_list_of_layers_it_takes_a_larger_device(data):
             raise torch.OutOfMemoryError("no memory is left")
 
     with pytest.raises(
-        ProfileError, match=r"NoList does not fit on the device, and neither of its halves has an nn\.Module"
+        ProfileError, match=r"NoList does not fit on the device, and none of its halves has an nn\.Module"
     ):
         profiled(NoList(), data)

@@ -9,7 +9,6 @@ from flowtrain_lightning.data import DataError
 from flowtrain_lightning.placement import half_timing, module_profile
 from flowtrain_lightning.placement.module_profile import profile_module
 from flowtrain_lightning.placement.profile import ProfileError
-from tests.exactness.hearing import SeeingAndHearing, memory_data
 from tests.placement.emulated import BACKBONE_COST, ENCODER_COST, EmulatedVLM
 from tests.tiny import WIDTH, TinyVLM, tiny_data, write_records
 
@@ -164,8 +163,3 @@ def test_without_training_data_there_is_nothing_to_measure(tmp_path):
     write_records(tmp_path, 4, name="val.jsonl")
     with pytest.raises(DataError, match="no train data"):
         profiled(TinyVLM(), tiny_data(tmp_path))
-
-
-def test_a_module_of_several_encoders_is_not_measured():
-    with pytest.raises(ProfileError, match="encoder_image, encoder_audio, backbone, but one encoder and the backbone"):
-        profile_module(SeeingAndHearing(), memory_data())

@@ -53,8 +53,8 @@ def test_probes_are_microbatches_and_what_they_read(tmp_path):
     assert len(probes) >= 16
     for probe in probes:
         assert probe.packed.tokens.numel() == probe.lengths("backbone").sum()
-        assert (probe.media is None) == (len(probe.lengths("encoder")) == 0)
-        assert probe.media is None or probe.media.patches.shape[0] == probe.lengths("encoder").sum()
+        assert bool(probe.media) == (len(probe.lengths("encoder")) > 0)
+        assert not probe.media or probe.media["encoder"].patches.shape[0] == probe.lengths("encoder").sum()
 
 
 def test_samples_as_long_as_the_budget_are_probes_too(tmp_path):

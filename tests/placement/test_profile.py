@@ -99,7 +99,7 @@ def _set(value, *path):
         (_without("trains"), "trains"),
         (_set(-1.0, "roles", "encoder", "cost", "linear"), "must be a finite number >= 0"),
         (_set("flowtrain profile 99", "format"), "its format is 'flowtrain profile 99'"),
-        (_set({}, "roles"), "it lacks 'encoder'"),
+        (_set({}, "roles"), "it has the roles of no half"),
         (_set("fast", "roles", "encoder", "optimizer_seconds"), "could not convert string to float: 'fast'"),
         (_set(None, "feature_bytes"), "NoneType"),
         (_set([1], "reduction"), "damaged profile"),

@@ -64,7 +64,6 @@ def test_a_roles_layout_is_taken_as_a_plain_dictionary():
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ({"backbon": {"shard": "fsdp"}}, "There is no role 'backbon'; the roles are 'encoder', 'backbone'"),
         ({"backbone": {"sharding": "fsdp"}}, "gives the backbone 'sharding', but a layout has context, .*, shard, ten"),
         ({"backbone": {"shard": "FSDP"}}, "roles for the backbone: RoleLayout got shard='FSDP'; give 'replicate', "),
         ({"backbone": {"shard": "zero3"}}, "shard 'zero3', which can be planned but not trained"),
@@ -263,11 +262,35 @@ def test_roles_whose_names_say_nothing_are_refused():
         refuse_what_cannot_run(planned("separate", backbone=1, encoder_image=1, ear=1), "It")
 
 
-@pytest.mark.parametrize("settings", [(None, None), ("separate", None), ("colocated", None), (None, 2)])
-def test_ranks_of_several_encoders_must_be_said(settings):
-    request = make_request(None, *settings, "auto")
-    with pytest.raises(AllocationError, match=r"encoder_image, encoder_audio, backbone, .* Say it: .*allocation="):
-        request.answer(4, graph=graph_of(("encoder_image", "encoder_audio", "backbone")))
+@pytest.mark.parametrize(
+    ("settings", "allocation"),
+    [
+        (("separate", None), "separate: encoder_image on rank 2 (data 1, replicate); encoder_audio on rank 3"),
+        (("colocated", None), "colocated: encoder_image and encoder_audio and backbone on ranks 0-3"),
+        (("mixed", 1), "mixed: encoder_image on ranks 0-3 (data 4, replicate); encoder_audio on ranks 0-3"),
+        ((None, {"encoder_image": 1, "encoder_audio": 2}), "separate: encoder_image on rank 1 (data 1, replicate); en"),
+    ],
+)
+def test_ranks_of_several_encoders_follow_from_a_rule(settings, allocation):
+    graph = graph_of(("encoder_image", "encoder_audio", "backbone"))
+    assert make_request(None, *settings, "auto").answer(4, graph=graph).describe().startswith(allocation)
+    assert make_request(None, None, None, "auto").answer(4, graph=graph) is None  # found out by measuring
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((None, 1), "With encoder_ranks=1 the encoder_audio has no rank of its own; give each of encoder_image, enc"),
+        ((None, {"encoder_image": 2}), "encoder_ranks is .*; give each role that encodes .encoder_image, encoder_aud"),
+        (("mixed", {"encoder_image": 1, "encoder_audio": 1}), "ranks that only encode do so for all roles; give th"),
+        (("colocated", {"encoder_image": 1, "encoder_audio": 1}), "no rank only encodes; leave encoder_ranks out"),
+        ((None, {"encoder_image": 3, "encoder_audio": 1}), "4 encoder ranks leave no backbone rank on 4 devices"),
+    ],
+)
+def test_numbers_of_encoder_ranks_that_do_not_go_are_refused(settings, words):
+    graph = graph_of(("encoder_image", "encoder_audio", "backbone"))
+    with pytest.raises(AllocationError, match=words):
+        make_request(None, *settings, "auto").answer(4, graph=graph)
 
 
 @pytest.mark.parametrize(

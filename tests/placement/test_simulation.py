@@ -146,7 +146,7 @@ def test_what_a_backward_computes_again_takes_the_time_of_a_forward():
         (
             {"encoder_image": Layout(1), "encoder_audio": Layout(1), "backbone": Layout(1)},
             {"encoder_image": (1,), "encoder_audio": (2,), "backbone": (0,)},
-            "A profile has the roles encoder and backbone, but the plan has encoder_image, encoder_audio, backbone",
+            "The profile has the roles encoder, backbone, but the plan has encoder_image, encoder_audio, backbone",
         ),
     ],
 )
