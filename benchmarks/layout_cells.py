@@ -175,10 +175,22 @@ def simulated_seconds(job: LaidOutJob) -> float:
 
 
 def run_job(job: LaidOutJob, deadline: float = _DEADLINE) -> dict[str, float]:
-    """Seconds of a step, and the share of the cores that ranks took; a run fails that takes longer than a deadline."""
+    """Seconds of a step, and the shares of the cores and of a rank's time that ranks took.
+
+    ``cores`` counts all processes of the ranks, ``runtime`` the threads that train, without what stands for computing.
+
+    Args:
+        job: what to run.
+        deadline: seconds after which it has failed.
+    """
     launch(laid_out.train, job, job.allocation.size, job.folder, deadline)
     ranks = read_ranks(job.folder)
     ends = ranks[0]["ends"]
     seconds = ends[-1] - ends[job.warmup - 1]
     busy = sum(rank["family_seconds"] for rank in ranks)
-    return {"step": seconds / job.steps, "cores": busy / seconds / (os.cpu_count() or 1)}
+    own = sum(rank["user_seconds"] + rank["system_seconds"] for rank in ranks)
+    return {
+        "step": seconds / job.steps,
+        "cores": busy / seconds / (os.cpu_count() or 1),
+        "runtime": own / seconds / len(ranks),
+    }

@@ -120,6 +120,8 @@ def _write_lengths(data: DataProfile, path: Path) -> None:
     columns = {"tokens": sizes.tokens}
     for modality, lengths in data.workload.media.items():
         columns[f"{modality}_tokens"] = pyarrow.ListArray.from_arrays(sizes.media_start.astype("int32"), lengths)
+    for modality, numbers in data.workload.content.items():
+        columns[f"{modality}_content"] = pyarrow.ListArray.from_arrays(sizes.media_start.astype("int32"), numbers)
     try:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     except OSError as error:

@@ -11,8 +11,10 @@ import numpy as np
 from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.data import DataError, FlowDataModule
+from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.packing import IMAGE, CostModel, IntArray, SampleSizes
+from flowtrain_lightning.packing.shared_media import encoded_parts
 from flowtrain_lightning.placement.profile import Profile
 
 _TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))
@@ -71,32 +73,44 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8) -> Da
             "The training data are a stream, of which no samples can be drawn to measure the module with. Set "
             "FlowTrainStrategy(profile='off'), or name the ranks of its roles."
         )
-    source = steps.samples.source
+    source, together = steps.samples.source, data.group_by is not None
     draw = np.random.default_rng(data.seed)
-    pool = draw.permutation(len(source))[:_MOST]
-    sizes = source.sizes(pool)
-    encoder, backbone = sample_costs(sizes, profile, data.token_budget)
+    pool = draw.permutation(len(source))
+    if together:
+        pool = MediaGroups.of_sizes(source.sizes(np.sort(pool))).ordered(pool, 1)  # whole groups are drawn
+    sizes = steps.sizes(pool[:_MOST])
+    of_step = steps.sampling.samples_per_step
+    parts = encoded_parts(sizes.alike, len(sizes.media_patches), len(sizes), of_step, together=together)
+    encoder, backbone = sample_costs(sizes, profile, data.token_budget, parts)
 
     def split(drawn: IntArray) -> int:
         return encoder_devices(float(encoder[drawn].sum()), float(backbone[drawn].sum()), devices)
 
-    count, stable = stable_count(len(pool), split, draw)
+    count, stable = stable_count(len(sizes), split, draw)
     drawn = np.arange(count)
     share = float(encoder[drawn].sum() / (encoder[drawn].sum() + backbone[drawn].sum()))
     chosen = sizes.select(drawn)
-    workload = _workload(chosen, data, steps.sampling.samples_per_step)
+    workload = _workload(chosen, data, of_step)
     return DataProfile(chosen, len(source), stable, devices, split(drawn), share, workload)
 
 
-def sample_costs(sizes: SampleSizes, profile: Profile, token_budget: int) -> tuple[FloatArray, FloatArray]:
+def sample_costs(
+    sizes: SampleSizes, profile: Profile, token_budget: int, parts: FloatArray | float = 1.0
+) -> tuple[FloatArray, FloatArray]:
     """``[samples]`` seconds of the encoder and of the backbone for each sample.
 
     What a forward itself costs is shared by all samples of a full microbatch, whose media are one encoder batch.
+
+    Args:
+        sizes: of the samples.
+        profile: says what they cost.
+        token_budget: of a microbatch.
+        parts: ``[media items]`` the part of each that is encoded, on average.
     """
     nothing = CostModel(0.0, 0.0, 0.0)
     encoder, backbone = profile.encoder_cost or nothing, profile.cost
     forwards = sizes.tokens / token_budget
-    of_media = np.bincount(sizes.media_sample, encoder.of_each(sizes.media_patches), minlength=len(sizes))
+    of_media = np.bincount(sizes.media_sample, parts * encoder.of_each(sizes.media_patches), minlength=len(sizes))
     return of_media + encoder.constant * forwards, backbone.of_each(sizes.tokens) + backbone.constant * forwards
 
 
@@ -131,10 +145,13 @@ def stable_count(available: int, choose: Decide, draw: np.random.Generator) -> t
 def _workload(sizes: SampleSizes, data: FlowDataModule, samples_per_step: int) -> Workload:
     """The lengths, with batches as the packer makes them: an encoder batch is what one microbatch reads."""
     patches_per_token = sizes.media_patches.sum() / sizes.tokens.sum()
+    content = sizes.alike
     return Workload(
         sizes.tokens,
         {IMAGE: sizes.media_patches},
         global_batch_size=samples_per_step,
         token_budget=data.token_budget,
         encoder_budget=min(data.encoder_budget, max(1, round(data.token_budget * patches_per_token))),
+        content={} if content is None else {IMAGE: content},
+        together=data.group_by is not None and content is not None,
     )
