@@ -112,7 +112,7 @@ def ask_about_pictures(folder, pictures, questions):
     return tiny_data(folder, global_batch_size=10, group_by="media" if questions > 1 else None)
 
 
-def test_a_picture_that_several_samples_of_a_step_read_is_planned_once_as_training_encodes_it(tmp_path):
+def test_a_picture_that_samples_of_a_step_share_is_planned_as_training_encodes_it(tmp_path):
     patches = {}
     for questions in (5, 1):
         folder = tmp_path / str(questions)
