@@ -2,7 +2,6 @@
 
 python benchmarks/emulate_layouts.py                          four mixes on 8 and on 16 ranks: three quarters of an hour
 python benchmarks/emulate_layouts.py --ranks 8 --mixes "6B, documents"     some of it; other results are kept
-python benchmarks/emulate_layouts.py --long                   a single long sample a step, shared by context ranks
 python benchmarks/emulate_layouts.py --quick                  any of it at a tiny size, to see that it runs
 
 What a forward and a backward take in a layout is what the planner's model of a public module on a real device says: an
@@ -24,40 +23,29 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share
 
 from benchmarks.launch import machine
 from benchmarks.layout_cells import Cell, measure_cell
-from benchmarks.layout_report import cells_text, long_text
-from benchmarks.long_samples import measure_long
+from benchmarks.layout_report import cells_text
 from benchmarks.mixes import MIXES
 from benchmarks.modules import ROOT
 from benchmarks.report import write_results
 
 RANKS = (8, 16)
-CONTEXT_DEGREES = (1, 2, 4)
+
+_NAME = "emulate-layouts"
 
 
 def main() -> None:
     """Measure, print, and write the results."""
     options = parse()
-    name = "long-samples" if options.long else "emulate-layouts"
-    file = options.out / f"{name}.json"
+    file = options.out / f"{_NAME}.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
-        if options.long:
-            for degree in CONTEXT_DEGREES[: 2 if options.quick else None]:
-                results[str(degree)] = {
-                    **measure_long(degree, Path(temporary) / str(degree), options.quick),
-                    "machine": machine(),
-                }
-                print(f"context {degree}: {results[str(degree)]}", flush=True)
-        else:
-            for ranks in options.ranks:
-                for mix in options.mixes:
-                    cell = Cell(mix, ranks, options.quick)
-                    found = measure_cell(cell, Path(temporary) / cell.name.replace(" ", "-"))
-                    results[cell.name] = {**found, "machine": machine()}
-                    write_results(options.out, name, results, cells_text(results))
-    text = long_text(results) if options.long else cells_text(results)
-    write_results(options.out, name, results, text)
-    print(f"\n{text}\nWritten to {options.out}.")
+        for ranks in options.ranks:
+            for mix in options.mixes:
+                cell = Cell(mix, ranks, options.quick)
+                found = measure_cell(cell, Path(temporary) / cell.name.replace(" ", "-"))
+                results[cell.name] = {**found, "machine": machine()}
+                write_results(options.out, _NAME, results, cells_text(results))
+    print(f"\n{cells_text(results)}\nWritten to {options.out}.")
 
 
 def parse() -> argparse.Namespace:
@@ -65,7 +53,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks")
     parser.add_argument("--mixes", nargs="+", default=tuple(MIXES), choices=MIXES, help="which mixes")
-    parser.add_argument("--long", action="store_true", help="one long sample a step, over context ranks")
     parser.add_argument("--quick", action="store_true", help="short steps of few samples; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     return parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from benchmarks.modules import TOKENIZER
 from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig, PackingConfig
-from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing import IntArray, SampleSizes
 
 IMAGES = ImageProcessor(
     patch_size=2, merge_size=2, min_pixels=16, max_pixels=1 << 20, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
@@ -85,4 +86,17 @@ def emulated_data(
         seed=0,
         index=IndexConfig(cache_dir=folder / "index"),
         packing=packing or PackingConfig(),
+        augment=unchanged,
     )
+
+
+def unchanged(image: Image.Image, generator: np.random.Generator) -> Image.Image:
+    """The same picture: what is augmented is encoded for every sample that has it, and so has gradients of one."""
+    return image
+
+
+def sizes_of_records(data: FlowDataModule) -> SampleSizes:
+    """Sizes of all records of `emulated_data`, whose pictures are told apart as in training."""
+    data.setup("fit")
+    source = data.train_dataloader().steps.samples.source
+    return replace(source.sizes(np.arange(len(source))), media_content=None)

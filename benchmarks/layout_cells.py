@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import laid_out
-from benchmarks.emulated_records import emulated_data, write_records
+from benchmarks.emulated_records import emulated_data, sizes_of_records, write_records
 from benchmarks.laid_out import LaidOutJob
 from benchmarks.launch import launch
 from benchmarks.layout_plans import KINDS, PER_NODE, RECOMMENDED, SYNCHRONOUS, best_plans, choice_of_a_run, describe
@@ -100,9 +100,7 @@ def problems_of(mix: Mix, cell: Cell, folder: Path) -> Problems:
     if not mix.tower_trains:
         module = module.with_frozen("encoder")
     data = emulated_data(folder, cell.samples, _TOKEN_BUDGET)
-    data.setup("fit")
-    source = data.train_dataloader().steps.samples.source
-    sizes = source.sizes(np.arange(len(source)))
+    sizes = sizes_of_records(data)
     workload = Workload(
         sizes.tokens,
         dict.fromkeys(module.encoders, sizes.media_patches),
@@ -176,11 +174,23 @@ def simulated_seconds(job: LaidOutJob) -> float:
     return float(np.mean(seconds[job.warmup :]))
 
 
-def run_job(job: LaidOutJob) -> dict[str, float]:
-    """Seconds of a step, and the share of the cores that ranks took."""
-    launch(laid_out.train, job, job.allocation.size, job.folder, _DEADLINE)
+def run_job(job: LaidOutJob, deadline: float = _DEADLINE) -> dict[str, float]:
+    """Seconds of a step, and the shares of the cores and of a rank's time that ranks took.
+
+    ``cores`` counts all processes of the ranks, ``runtime`` the threads that train, without what stands for computing.
+
+    Args:
+        job: what to run.
+        deadline: seconds after which it has failed.
+    """
+    launch(laid_out.train, job, job.allocation.size, job.folder, deadline)
     ranks = read_ranks(job.folder)
     ends = ranks[0]["ends"]
     seconds = ends[-1] - ends[job.warmup - 1]
     busy = sum(rank["family_seconds"] for rank in ranks)
-    return {"step": seconds / job.steps, "cores": busy / seconds / (os.cpu_count() or 1)}
+    own = sum(rank["user_seconds"] + rank["system_seconds"] for rank in ranks)
+    return {
+        "step": seconds / job.steps,
+        "cores": busy / seconds / (os.cpu_count() or 1),
+        "runtime": own / seconds / len(ranks),
+    }

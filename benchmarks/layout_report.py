@@ -116,25 +116,3 @@ def _aims(cells: Mapping[str, Any], shown: Mapping[str, Mapping[str, float]]) ->
     over = [_seconds(run) / run["simulated"] - 1 for run in runs]
     lines.append(f"- Measured beside simulated seconds: {min(over):+.1%} to {max(over):+.1%}.")
     return "\n".join(lines)
-
-
-def long_text(degrees: Mapping[str, Any]) -> str:
-    """A line for each context degree."""
-    first = next(iter(degrees.values()))
-    alone = _seconds(first)
-    rows = [
-        [
-            degree,
-            f"{run['predicted']:.3f}",
-            f"{_seconds(run):.3f}",
-            f"{_seconds(run) / run['predicted'] - 1:+.1%}",
-            f"{alone / _seconds(run):.2f}",
-            f"{run['cores']:.0%} of {os.cpu_count()}",
-        ]
-        for degree, run in degrees.items()
-    ]
-    head = ["context degree", "planned s", "measured s", "difference", "x context 1", "cores used by ranks"]
-    return (
-        f"{first['what']} Computing is sleep, for as long as the planner's model says.\n"
-        f"{machine_line(first['machine'])}\n\n{table(head, rows)}"
-    )

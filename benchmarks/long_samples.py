@@ -1,84 +1,165 @@
-"""A step of one long sample, on four ranks that share its tokens, or leave it to one of them."""
+"""Few long samples a step: what it gains to share sequences and to deal the tower freely, beside what others do.
+
+python benchmarks/long_samples.py              every cell simulated, and those of `EMULATED` run: an hour and a half
+python benchmarks/long_samples.py --emulate    only simulated, within a minute; runs that there are are kept
+python benchmarks/long_samples.py --quick      a run of short samples and steps, to see that it runs
+
+Qwen2.5-VL on H100, samples of 32K to 128K tokens, one for every four ranks. What runs are real processes that sleep for
+as long as the planner's model says, in steps stretched until what the runtime itself needs is small beside them. The
+towers of two baselines are ones that no run here has, so that their costs stand in for them (`SharedTower`).
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share two cores
 
-from benchmarks.emulated_records import emulated_data, write_records
+from benchmarks import laid_out
 from benchmarks.laid_out import LaidOutJob
-from benchmarks.layout_cells import run_job
-from benchmarks.stretched_costs import StretchedCosts, packing_by
-from flowtrain_lightning.allocator import (
-    BACKBONE,
-    ENCODER,
-    Allocation,
-    Cluster,
-    Layout,
-    Workload,
-    named_device,
-    named_model,
-    role_problems,
-)
-from flowtrain_lightning.allocator.modelled_plan import given_plan
-from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
+from benchmarks.launch import machine
+from benchmarks.layout_cells import as_run, run_job, simulated_seconds
+from benchmarks.layout_plans import describe
+from benchmarks.long_cells import CONTENDERS, OURS, STEPS, Contender, LongCell
+from benchmarks.modules import ROOT
+from benchmarks.report import machine_line, table, write_results
+from benchmarks.stretched_costs import StretchedCosts
+from flowtrain_lightning.data import PackingConfig
 
-MODEL, DEVICE, BACKBONE_RANKS = "qwen2.5-vl-7b", "h100", 4
-TOKENS = 8192
-_SIDE = 32  # of the image, in rows of features
-_TEMPLATE_ROOM = 64  # tokens of the chat template, at most
-_STRETCH = 2.0
+CELLS = [
+    LongCell(model, tokens * 1024, ranks, frozen)
+    for model, tokens, ranks, frozen in product(
+        ("qwen2.5-vl-7b", "qwen2.5-vl-3b"), (32, 64, 128), (8, 16), (False, True)
+    )
+]
+EMULATED = [each.name for each in CELLS if each.tokens == 64 * 1024]
+
+_NAME = "long-samples"
+_WARMUP = 2  # steps in which context ranks are compared
+_BFLOAT16 = 2  # bytes
+_DEADLINE = 900.0  # seconds of a run
 
 
-def measure_long(context: int, folder: Path, quick: bool) -> dict[str, Any]:
-    """One run.
+def main() -> None:
+    """Measure, print, and write the results."""
+    options = parse()
+    file = options.out / f"{_NAME}.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    cells = [LongCell("qwen2.5-vl-3b", 8192, 4, frozen=False)] if options.quick else CELLS
+    emulated = [each.name for each in cells] if options.quick else options.emulate
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+        for cell in cells:
+            data = cell.records(Path(temporary))
+            contenders = cell.question(data).contenders()
+            found = results.setdefault(cell.name, {})
+            for name, contender in contenders.items():
+                planned = {"plan": describe(contender.plan), "ideal": contender.simulated}
+                found[name] = found.get(name, {}) | planned
+            found[OURS]["planned"] = contenders[OURS].plan.seconds
+            if cell.name in emulated:
+                for name, contender in contenders.items():
+                    folder = Path(temporary) / cell.name / name
+                    stretch = options.seconds / contenders[OURS].simulated
+                    run = emulate(contender, cell, data, folder, stretch)
+                    found[name] |= {**run, "machine": machine()}
+                    print(f"{cell.name}, {name}: {found[name]}", flush=True)
+                    write_results(options.out, _NAME, results, text(results))
+    write_results(options.out, _NAME, results, text(results))
+    print(f"\n{text(results)}\nWritten to {options.out}.")
 
-    Args:
-        context: ranks that share the sample; the others have nothing to do.
-        folder: where data and results go.
-        quick: short steps.
-    """
-    tokens = _write_sample(folder)
-    module = named_model(MODEL).with_frozen("encoder")
-    patches = np.array([4 * _SIDE**2])
-    workload = Workload(np.array([tokens]), {"image": patches}, global_batch_size=1, token_budget=TOKENS)
-    problems = role_problems(module, workload, Cluster(named_device(DEVICE), BACKBONE_RANKS + 1, 8))
-    layouts = {
-        ENCODER: Layout(data=1),
-        BACKBONE: Layout(data=BACKBONE_RANKS // context, context=context, shard="fsdp"),
-    }
-    ranks = {BACKBONE: tuple(range(BACKBONE_RANKS)), ENCODER: (BACKBONE_RANKS,)}
-    allocation = Allocation("separate", layouts, ranks)
-    costs, stretch = ModelledLayoutCosts(problems, allocation), 0.1 if quick else _STRETCH
+
+def emulate(contender: Contender, cell: LongCell, data: Path, folder: Path, stretch: float) -> dict[str, float]:
+    """One run: seconds of a step, measured and ideal, in those of the device, and the runtime's share of it."""
+    folder.mkdir(parents=True)
     job = LaidOutJob(
-        allocation=allocation,
-        costs=StretchedCosts(costs, stretch, costs.encoder_trains),
-        packing=packing_by(costs, problems),
+        allocation=as_run(contender.allocation),
+        costs=StretchedCosts(contender.costs, stretch, contender.costs.encoder_trains),
+        packing=PackingConfig(),  # by no profile, as planned
         encoder_first=False,
-        data=folder,
-        folder=folder / "run",
-        global_batch_size=1,
-        token_budget=TOKENS,
-        warmup=2,
-        steps=2 if quick else 10,
-        step_bytes=0,
+        data=data,
+        folder=folder,
+        global_batch_size=cell.samples,
+        token_budget=cell.tokens,
+        warmup=_WARMUP,
+        steps=STEPS - _WARMUP,
+        step_bytes=int(2 * cell.samples * cell.tokens * laid_out.WIDTH * _BFLOAT16),
     )
-    job.folder.mkdir()
-    planned = given_plan(problems, allocation).seconds
-    what = (
-        f"A step is one sample of {tokens:,} tokens, {_SIDE**2:,} of them of an image; {MODEL}, tower frozen, on "
-        f"{DEVICE}: the backbone in shards over {BACKBONE_RANKS} ranks, the encoder on one more."
-    )
-    return {**run_job(job), "stretch": stretch, "predicted": planned, "what": what}
+    run = run_job(job, _DEADLINE)
+    measured = {"step": run["step"] / stretch, "own": simulated_seconds(job) / stretch}
+    return {**measured, "runtime": run["runtime"], "stretch": stretch}
 
 
-def _write_sample(folder: Path) -> int:
-    """Records of one image and a text that fills the rest; returns the tokens of each."""
-    words = TOKENS - _SIDE**2 - _TEMPLATE_ROOM  # a word is a token
-    sides = np.array([[_SIDE, _SIDE]])
-    write_records(folder, 32, sides=sides, pictures={1: 1.0}, words=(words, words + 1))
-    data = emulated_data(folder, 1, TOKENS)
-    data.setup("fit")
-    return int(data.train_dataloader().steps.samples.source.sizes(np.arange(1)).tokens[0])
+def text(results: Mapping[str, Any]) -> str:
+    """The tables: what was run, what was simulated, and the layouts."""
+    run = {name: cell for name, cell in results.items() if "step" in cell[OURS]}
+    parts = [
+        "Seconds of a step (x the recommended plan). *One layout*: of tensor ranks and shards for both halves. *Tower "
+        "repeated*, *sliced*: ranks share sequences, and each encodes all media of theirs, or shares the tower's "
+        "tokens too. Each contender has the fastest of its layouts.",
+    ]
+    if run:
+        parts += [
+            "Run by ranks that sleep; behind it what that is more than simulated:",
+            table(["", *CONTENDERS, *_RUN_HEAD], _run_rows(run)),
+        ]
+    simulated = [[name, *(_cell(cell, each, "ideal") for each in CONTENDERS)] for name, cell in results.items()]
+    parts += ["Simulated:", table(["", *CONTENDERS], simulated), "Layouts:"]
+    layouts = [
+        f"- {name}, {each}: {cell[each]['plan']}"
+        for name, cell in results.items()
+        for each in CONTENDERS
+        if each in cell
+    ]
+    dates = dict.fromkeys(
+        machine_line(each["machine"]) for cell in run.values() for each in cell.values() if "machine" in each
+    )
+    return "\n\n".join(part.strip() for part in [*parts, "\n".join(layouts), "\n".join(dates)]) + "\n"
+
+
+_RUN_HEAD = ("beside planned", "CPU time of the runtime in a step")
+
+
+def _run_rows(run: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            name,
+            *(
+                f"{_cell(cell, each, 'step')} ({cell[each]['step'] / cell[each]['own'] - 1:+.1%})"
+                for each in CONTENDERS
+            ),
+            f"{cell[OURS]['step'] / cell[OURS]['planned'] - 1:+.1%}",
+            f"{max(cell[each]['runtime'] for each in CONTENDERS):.1%}",
+        ]
+        for name, cell in run.items()
+        if all("step" in cell[each] for each in CONTENDERS)
+    ]
+
+
+def _cell(cell: Mapping[str, Any], contender: str, kind: str) -> str:
+    if contender not in cell:
+        return "-"
+    seconds = cell[contender][kind]
+    return f"{seconds:.2f}" if contender == OURS else f"{seconds:.2f} (x {seconds / cell[OURS][kind]:.2f})"
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--emulate", nargs="*", default=EMULATED, choices=[cell.name for cell in CELLS], help="cells")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of our stretched step (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="short samples; the figures mean nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import laid_out
-from benchmarks.emulated_records import emulated_data, write_records
+from benchmarks.emulated_records import emulated_data, sizes_of_records, write_records
 from benchmarks.laid_out import LaidOutJob
 from benchmarks.layout_cells import as_run, run_job, simulated_seconds
 from benchmarks.layout_plans import describe
@@ -28,7 +28,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.cli.plan_choice import running_plans
 from flowtrain_lightning.data import PackingConfig
-from flowtrain_lightning.packing import IntArray, SampleSizes
+from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.placement.drawn_steps import steps_of
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
@@ -154,8 +154,7 @@ def _cell(kind: str, number: int, drawn: _Draw, folder: Path) -> PlanCell | None
     records = drawn.samples * (_WARMUP + _STEPS)
     write_records(folder, records, sides=drawn.sides, pictures=drawn.pictures, words=drawn.words)
     data = emulated_data(folder, drawn.samples, drawn.token_budget)
-    data.setup("fit")
-    sizes: SampleSizes = data.train_dataloader().steps.samples.source.sizes(np.arange(records))
+    sizes = sizes_of_records(data)
     module = named_model(drawn.model)
     if drawn.frozen:
         module = module.with_frozen("encoder")

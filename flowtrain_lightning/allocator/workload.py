@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import log
 from statistics import NormalDist
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from flowtrain_lightning.allocator.description import ModuleDescription
-from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.role_graph import BACKBONE
 from flowtrain_lightning.packing.sample_stream import StreamSettings
+from flowtrain_lightning.packing.shared_media import encoded_parts
+from flowtrain_lightning.packing.step_plan import BoolArray
 
 LOSS_CHUNK = 1024
 """Tokens of a chunk where nothing else is said."""
@@ -28,6 +30,9 @@ class Workload:
     Attributes:
         tokens: ``[samples]`` backbone tokens of each drawn sample, media tokens included.
         media: modality -> ``[items]`` encoder tokens (patches, frames) of each media item in the drawn samples.
+        content: modality -> ``[items]`` equal numbers for equal media items, of which a step encodes one; -1 where that
+            is not known. Without the modalities of which nothing is known.
+        together: samples that share a media item come in one step.
         global_batch_size: samples of a step; on average, where a step has ``microbatches``.
         token_budget: the most tokens of a backbone microbatch.
         encoder_budget: the most encoder tokens of an encoder batch.
@@ -47,6 +52,8 @@ class Workload:
     encoder_budget: int = ENCODER_BUDGET
     loss_chunk: int | None = LOSS_CHUNK
     microbatches: int | None = None
+    content: Mapping[str, IntArray] = field(default_factory=dict)
+    together: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk", "microbatches"):
@@ -65,6 +72,11 @@ class Workload:
         tokens = StreamSettings.fill * microbatches * self.token_budget
         samples = max(1, round(tokens / self.tokens.mean()))
         return replace(self, microbatches=microbatches, global_batch_size=samples)
+
+    def encoded_parts(self, modality: str) -> FloatArray:
+        """``[items]`` the part of each media item of a modality that is encoded, on average: see `encoded_parts`."""
+        content, count = self.content.get(modality), len(self.media[modality])
+        return encoded_parts(content, count, len(self.tokens), self.global_batch_size, together=self.together)
 
     @property
     def encoder_tokens(self) -> dict[str, float]:
@@ -141,9 +153,20 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
         if not len(lengths) or lengths.min() < 1:
             raise PlanningError(f"The data must have {modality} media of at least one token, or nothing is encoded.")
         items = size * len(lengths) / len(workload.tokens)
+        if modality in workload.content:
+            tokens = items * float((workload.encoded_parts(modality) * lengths).mean())
+            lengths = lengths[_first_of_each(workload.content[modality])]
+            items = tokens / float(lengths.mean())
         in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
         loads[module.role_of(modality)] = RoleLoad(lengths, items, budget, in_flight)
     budget, filled = workload.token_budget, workload.microbatches
     loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, 1, workload.loss_chunk, filled)
     return loads
+
+
+def _first_of_each(content: IntArray) -> BoolArray:
+    """``[items]`` whether a media item is the first with its content, or its content is not known."""
+    first = content < 0
+    first[np.unique(content, return_index=True)[1]] = True
+    return first

@@ -64,12 +64,54 @@ def read_sizes(path: Path) -> SampleSizes:
     if name is None:
         nothing = np.empty(0, dtype=np.int64)
         return SampleSizes(tokens, tokens, np.zeros(len(tokens) + 1, dtype=np.int64), nothing, nothing)
+    patches, start = media_lengths(table[name], path, name), media_start(table[name])
+    content = media_content(table, name.removesuffix("_tokens"), start, path)
+    return SampleSizes(tokens, tokens, start, patches, patches, media_content=content)
+
+
+def media_content(table: pyarrow.Table, modality: str, start: IntArray, path: Path) -> IntArray | None:
+    """``[items]`` equal numbers for equal media items of a modality, -1 where it is not known; None without a column.
+
+    The column ``<modality>_content`` lists them like the items' lengths.
+
+    Args:
+        table: of the file.
+        modality: as in the name of the column of lengths.
+        start: ``[samples + 1]`` the media items of sample ``i`` are ``start[i]:start[i + 1]``.
+        path: of the file.
+
+    Raises:
+        UsageError: the column does not hold lists of whole numbers, or not one for each media item.
+    """
+    name = f"{modality}_content"
+    if name not in table.column_names:
+        return None
     import pyarrow.compute
 
-    patches = media_lengths(table[name], path, name)
-    counts = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(table[name].combine_chunks()), 0)
-    start = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))]).astype(np.int64)
-    return SampleSizes(tokens, tokens, start, patches, patches)
+    whole, integers = table[name].combine_chunks(), (pyarrow.types.is_integer, pyarrow.types.is_null)
+    if not _is_list(whole.type) or not any(holds(whole.type.value_type) for holds in integers):
+        raise UsageError(f"The column {name!r} of {path} must hold lists of whole numbers, but holds {whole.type}.")
+    if (unlike := np.flatnonzero(_counts(whole) != np.diff(start))).size:
+        sample = unlike[0]
+        raise UsageError(
+            f"The column {name!r} of {path} must list a number for every media item, but of sample {sample} it lists "
+            f"{_counts(whole)[sample]} for {np.diff(start)[sample]}."
+        )
+    numbers: IntArray = whole.flatten().cast(pyarrow.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _counts(lists: pyarrow.ListArray) -> IntArray:
+    import pyarrow.compute
+
+    counts = pyarrow.compute.fill_null(pyarrow.compute.list_value_length(lists), 0)
+    found: IntArray = counts.to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
+def media_start(column: pyarrow.ChunkedArray) -> IntArray:
+    """``[samples + 1]`` where the media items of each sample begin in what a column of lists has in all."""
+    return np.concatenate([[0], np.cumsum(_counts(column.combine_chunks()))]).astype(np.int64)
 
 
 def media_lengths(column: pyarrow.ChunkedArray, path: Path, name: str) -> IntArray:

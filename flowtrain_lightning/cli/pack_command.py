@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flowtrain_lightning.cli.command_table import command_parser
-from flowtrain_lightning.cli.lengths import read_lengths
+from flowtrain_lightning.cli.lengths import media_content, read_lengths
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError
 from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.evaluation import evaluate
@@ -62,6 +62,20 @@ _NOT_OF_SAMPLES = {
 """Options that mean nothing where a step is a number of samples, and why."""
 
 
+class _Media(NamedTuple):
+    """The media items of a file of lengths.
+
+    Attributes:
+        start: ``[samples + 1]`` those of sample ``i`` are ``start[i]:start[i + 1]``.
+        cost: ``[media items]`` what encoding each costs.
+        content: ``[media items]`` equal numbers for equal ones, of which a step encodes one; None: no two are.
+    """
+
+    start: IntArray
+    cost: FloatArray
+    content: IntArray | None
+
+
 def run() -> None:
     """Pack a file of lengths, and print how good the plan is.
 
@@ -72,8 +86,9 @@ def run() -> None:
     options = _parser().parse_args(sys.argv[2:])
     _keep_apart(options)
     of_steps = _of_steps(options)
-    tokens, media_start, media_cost = _read(options.lengths)
-    tokens, media_start, media_cost, kept = _fit(tokens, media_start, media_cost, options)
+    tokens, media = _read(options.lengths)
+    tokens, media, kept = _fit(tokens, media, options)
+    media_start, media_cost = media.start, media.cost
     settings = OfflineSettings(
         token_budget=options.token_budget,
         ranks=options.ranks,
@@ -84,7 +99,7 @@ def run() -> None:
     )
     announce_compilation(lambda sentence: print(sentence, file=sys.stderr))
     compiling = warm_up(settings)
-    plan = pack_offline(tokens, media_start, media_cost, settings)
+    plan = pack_offline(tokens, media_start, media_cost, settings, media.content)
     _write(plan, options.out, options.media_out, kept, media_start, settings)
     figures = evaluate(plan, tokens, media_start, media_cost, settings)
     figures |= {"samples": len(tokens), "samples_dropped": options.samples - len(tokens), "seed": options.seed}
@@ -103,7 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("pack")
     parser.epilog = "Costs are in any one unit, seconds for instance."
     add = parser.add_argument
-    add("lengths", type=Path, metavar="LENGTHS.parquet", help="columns tokens and, optional, media_cost (a list)")
+    add(
+        "lengths",
+        type=Path,
+        metavar="LENGTHS.parquet",
+        help="columns tokens and, optional, lists media_cost, media_content",
+    )
     add("--out", type=Path, required=True, metavar="PLAN.parquet", help="the plan: sample, step, rank, microbatch …")
     add("--media-out", type=Path, metavar="MEDIA.parquet", help="who encodes which media item in which batch")
     add("--token-budget", type=int, required=True, help="the most tokens of a microbatch")
@@ -165,7 +185,7 @@ def _cost(options: argparse.Namespace) -> CostModel:
         raise PackingError(str(error)) from error
 
 
-def _read(path: Path) -> tuple[IntArray, IntArray, FloatArray]:
+def _read(path: Path) -> tuple[IntArray, _Media]:
     """Tokens, where each sample's media items start, and what each costs."""
     tokens, table = read_lengths(path)
     if "media_cost" not in table.column_names:
@@ -176,11 +196,12 @@ def _read(path: Path) -> tuple[IntArray, IntArray, FloatArray]:
                 "('media_cost'), so media cost nothing here.",
                 file=sys.stderr,
             )
-        return tokens, np.zeros(len(tokens) + 1, dtype=np.int64), np.empty(0)
-    return tokens, *_media(table["media_cost"].combine_chunks(), path)
+        return tokens, _Media(np.zeros(len(tokens) + 1, dtype=np.int64), np.empty(0), None)
+    start, cost = _costs_of_media(table["media_cost"].combine_chunks(), path)
+    return tokens, _Media(start, cost, media_content(table, "media", start, path))
 
 
-def _media(column: pyarrow.Array, path: Path) -> tuple[IntArray, FloatArray]:
+def _costs_of_media(column: pyarrow.Array, path: Path) -> tuple[IntArray, FloatArray]:
     import pyarrow.compute
 
     is_list = pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)
@@ -195,20 +216,19 @@ def _media(column: pyarrow.Array, path: Path) -> tuple[IntArray, FloatArray]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), costs
 
 
-def _fit(
-    tokens: IntArray, media_start: IntArray, media_cost: FloatArray, options: argparse.Namespace
-) -> tuple[IntArray, IntArray, FloatArray, IntArray]:
+def _fit(tokens: IntArray, media: _Media, options: argparse.Namespace) -> tuple[IntArray, _Media, IntArray]:
     """Samples over the budget dropped or truncated, as asked; and the numbers of those that remain."""
     options.samples = len(tokens)
     everyone = np.arange(len(tokens))
     if options.too_long == "truncate":
-        return np.minimum(tokens, options.token_budget), media_start, media_cost, everyone
+        return np.minimum(tokens, options.token_budget), media, everyone
     if options.too_long == "error":
-        return tokens, media_start, media_cost, everyone
+        return tokens, media, everyone
     kept = np.flatnonzero(tokens <= options.token_budget)
-    counts = np.diff(media_start)
+    counts = np.diff(media.start)
     stays = np.repeat(tokens <= options.token_budget, counts)
-    return tokens[kept], np.concatenate([[0], np.cumsum(counts[kept])]), media_cost[stays], kept
+    content = None if media.content is None else media.content[stays]
+    return tokens[kept], _Media(np.concatenate([[0], np.cumsum(counts[kept])]), media.cost[stays], content), kept
 
 
 def _write(

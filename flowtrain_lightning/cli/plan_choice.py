@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -73,11 +73,18 @@ def choose_plans(
     return Choices(recommended, _faster(anyway.chosen, before, recommended.chosen))
 
 
-def running_plans(costs: ModelledCosts) -> list[ModelledPlan]:
-    """The best plan of every kind among those that training runs."""
+def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | None = None) -> list[ModelledPlan]:
+    """The best plan of every kind among those that training runs.
+
+    Args:
+        costs: predict the plans.
+        allows: whether a role may have a layout, of those that it can run in; None: all of them.
+    """
     problems = costs.problems
-    found = costs.plans(lambda role, layout: can_run(role, layout, problems))
-    if len(problems) > 2:  # several encoders: what each role may have where all share ranks is less than where none do
+    found = costs.plans(allows or (lambda role, layout: can_run(role, layout, problems)))
+    if (
+        len(problems) > 2 and allows is None
+    ):  # several encoders: what each role may have where all share ranks is less than where none do
         apart = costs.plans(lambda role, layout: can_run(role, layout, problems, "separate"))
         found = (
             *(plan for plan in found if plan.kind != "separate"),

@@ -28,6 +28,7 @@ from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.plan_bill import Price, bill_of, read_price
 from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
 from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_module, read_workload
+from flowtrain_lightning.cli.plan_kept import kept_plan
 from flowtrain_lightning.cli.plan_question import PlanQuestion, best_budget
 from flowtrain_lightning.cli.plan_remedies import refusal
 from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
@@ -67,7 +68,8 @@ def run() -> None:
     shown = choices.recommended.chosen if given is None else given
     tokens = options.time_to_train
     bill = None if tokens is None else bill_of(shown, question.problems, tokens, price)
-    report = PlanReport(choices, question.problems, question.module, data, given, bill, options.out)
+    kept = kept_plan(choices.recommended.chosen, question.costs, question.simulator)
+    report = PlanReport(choices, question.problems, question.module, data, given, bill, options.out, kept)
     if options.out is not None:
         _write(report, options.out)
     if options.plot is not None:

@@ -25,7 +25,7 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.hf_config import READ
 from flowtrain_lightning.cli.command_table import UsageError
-from flowtrain_lightning.cli.lengths import media_lengths, read_lengths
+from flowtrain_lightning.cli.lengths import media_content, media_lengths, media_start, read_lengths
 from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.profile import Profile
 
@@ -100,8 +100,9 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     """Lengths from a Parquet file, or typical ones where there is none.
 
     The file has an entry per sample: ``tokens``, and for every modality a list of its media items' encoder tokens
-    (patches, frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder. Without
-    a ``token_budget`` a microbatch takes as many tokens as usual, or as the longest sample has.
+    (patches, frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder. Equal
+    numbers in ``image_content`` … tell media items that are the same, of which a step encodes one. Without a
+    ``token_budget`` a microbatch takes as many tokens as usual, or as the longest sample has.
 
     Raises:
         UsageError: the file cannot be read, or lacks a column.
@@ -112,7 +113,7 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     tokens, table = read_lengths(path)
     if any_length:
         settings = {**settings, "token_budget": max(usual, int(tokens.max(initial=0)))}
-    media = {}
+    media, content = {}, {}
     for modality in module.encoders:
         names = (f"{modality}_tokens", *(("media_tokens",) if len(module.encoders) == 1 else ()))
         column = next((name for name in names if name in table.column_names), None)
@@ -122,7 +123,10 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
                 f"it must list the encoder tokens of each sample's {modality} media."
             )
         media[modality] = media_lengths(table[column], path, column)
-    return Workload(tokens, media, **settings)
+        found = media_content(table, column.removesuffix("_tokens"), media_start(table[column]), path)
+        if found is not None:
+            content[modality] = found
+    return Workload(tokens, media, content=content, **settings)
 
 
 def _content(path: Path) -> Mapping[str, Any]:

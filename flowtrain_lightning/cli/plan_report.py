@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator.planner import PLAN_KINDS
 from flowtrain_lightning.cli.plan_bars import bars_of
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_kept import KeptPlan
 from flowtrain_lightning.cli.plan_loading import cores_for_pictures, loading_in_words, loading_warning, workers_for
 from flowtrain_lightning.cli.plan_words import candidate_in_words, next_command, placed_in_words, tokens_in_words
 from flowtrain_lightning.placement.text_table import counted, text_table
@@ -31,6 +32,7 @@ class PlanReport:
         given: the plan of an allocation that was given, which is shown beside the recommended one.
         bill: what training on so many tokens takes and costs, if that was asked.
         file: where the recommended plan was written, if it was.
+        kept: what it would gain to keep features; None: nothing.
     """
 
     choices: Choices
@@ -40,6 +42,7 @@ class PlanReport:
     given: ModelledPlan | None = None
     bill: Bill | None = None
     file: Path | None = None
+    kept: KeptPlan | None = None
 
     @property
     def shown(self) -> ModelledPlan:
@@ -78,6 +81,7 @@ class PlanReport:
             "if_every_layout_ran": None if faster is None else self._plan_values(faster),
             "given": None if self.given is None else self._plan_values(self.given),
             "bill": None if self.bill is None else self.bill.values(),
+            "kept_features": None if self.kept is None else self.kept.values(),
         }
 
     def verdict(self) -> str:
@@ -171,6 +175,8 @@ class PlanReport:
         ]
         if (cores := self._cores(plan)) is not None:
             lines.append(("loading", loading_in_words(cores)))
+        if self.kept is not None:
+            lines.append(("kept", self.kept.text()))
         longest = max(len(name) for name, _ in lines)
         return "\n".join(f"  {name:<{longest}}  {words}" for name, words in lines)
 

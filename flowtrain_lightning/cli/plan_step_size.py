@@ -6,12 +6,20 @@ import argparse
 from dataclasses import replace
 from math import inf
 
-from flowtrain_lightning.allocator import Workload
+import numpy as np
+
+from flowtrain_lightning.allocator import PlanningError, Workload
 from flowtrain_lightning.packing.sample_stream import usual_microbatches
 
 
 def add_step_size(parser: argparse.ArgumentParser) -> None:
     """Adds ``--batch`` and ``--microbatches``, of which one can be given."""
+    parser.add_argument(
+        "--group-by",
+        choices=["media"],
+        help="samples of one media item in one step, as with FlowDataModule(group_by='media'); the data say in "
+        "image_content … which are the same",
+    )
     add = parser.add_mutually_exclusive_group().add_argument
     add(
         "--batch",
@@ -36,8 +44,16 @@ def in_steps(workload: Workload, options: argparse.Namespace, *, is_assumed: boo
         is_assumed: nothing is known of the data, nor how many tokens they have.
 
     Raises:
-        PlanningError: a number below 1.
+        PlanningError: a number below 1, or samples are to be grouped that have nothing in common.
     """
+    if options.group_by is not None:
+        if not any(len(np.unique(numbers)) < len(numbers) for numbers in workload.content.values()):
+            raise PlanningError(
+                "--group-by media brings samples of one media item into one step, but the data name no two that are "
+                "the same: give a column such as 'image_content', with equal numbers for equal media items, or leave "
+                "it out."
+            )
+        workload = replace(workload, together=True)
     if options.batch is not None:
         return replace(workload, global_batch_size=options.batch)
     tokens = inf if is_assumed else float(workload.tokens.sum())

@@ -122,6 +122,8 @@ def _write_lengths(data: DataProfile, path: Path) -> None:
         counts = np.bincount(sizes.media_sample[sizes.of_modality(modality)], minlength=len(sizes))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype("int32")
         columns[f"{modality}_tokens"] = pyarrow.ListArray.from_arrays(starts, lengths)
+        if (numbers := data.workload.content.get(modality)) is not None:
+            columns[f"{modality}_content"] = pyarrow.ListArray.from_arrays(starts, numbers)
     try:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
     except OSError as error:

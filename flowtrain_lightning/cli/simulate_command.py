@@ -103,7 +103,8 @@ def _token_budget(given: int | None, profile: Profile | None) -> int:
 
 def _workload(sizes: SampleSizes, budget: int) -> Workload:
     """The data as planning takes them."""
-    return Workload(sizes.tokens, {IMAGE: sizes.media_patches}, token_budget=budget)
+    content = {} if sizes.media_content is None else {IMAGE: sizes.media_content}
+    return Workload(sizes.tokens, {IMAGE: sizes.media_patches}, token_budget=budget, content=content)
 
 
 def _costs(
@@ -118,7 +119,10 @@ def _costs(
     patches = workload.media[IMAGE]
     of_a_microbatch = max(1, round(workload.token_budget * patches.sum() / workload.tokens.sum()))
     media = dict.fromkeys(module.encoders, patches) if len(patches) else {}
-    workload = replace(workload, media=media, encoder_budget=of_a_microbatch)  # what one microbatch reads is a batch
+    content = dict.fromkeys(media, workload.content[IMAGE]) if IMAGE in workload.content else {}
+    workload = replace(
+        workload, media=media, content=content, encoder_budget=of_a_microbatch
+    )  # what one microbatch reads is a batch
     cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
     return ModelledLayoutCosts(role_problems(module, workload, cluster, options.precision, shares), allocation)

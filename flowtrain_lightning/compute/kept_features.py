@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.compute.encoder_fingerprint import WeightsState, weights_state
+from flowtrain_lightning.compute.kept_worth import KeptWorth
 from flowtrain_lightning.data import FeatureStore, PackedMedia
 from flowtrain_lightning.data.workers import fork_lock
 from flowtrain_lightning.parallel.halves import HalvedModule
@@ -38,6 +39,7 @@ class KeptFeatures:
         self._given_up: set[FeatureStore] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._writing: list[Future[None]] = []
+        self._worth: dict[str, KeptWorth] = {}
 
     def features(
         self, role: str, media: PackedMedia, enter: Callable[[], None], encode: Encode, device: torch.device
@@ -57,12 +59,14 @@ class KeptFeatures:
         kept = media.kept
         assert kept is not None
         self._refuse_changes(role, kept.store)
-        found = list(kept.features)
+        found, worth = list(kept.features), self._worth.setdefault(role, KeptWorth())
+        worth.read(kept)
         made: tuple[Tensor, ...] = ()
         if missing := kept.missing:
             enter()
-            before = random_states()
+            before, begin = random_states(), worth.now(device)
             made = encode(replace(media, kept=None))
+            worth.encoded(len(missing), begin, worth.now(device))
             parts = list(zip(*(torch.split(each, list(media.rows)) for each in made), strict=True))
             if _differ(before, random_states()):
                 self._give_up(role, kept.store, "it draws random numbers; put its dropout into evaluation mode")
@@ -75,10 +79,15 @@ class KeptFeatures:
         return tuple(torch.cat(levels) for levels in zip(*given, strict=True))
 
     def flush(self) -> None:
-        """Waits until all that was encoded is written: other ranks may read it in the next epoch."""
+        """Waits until all that was encoded is written: other ranks may read it in the next epoch.
+
+        Says once whether keeping features pays.
+        """
         for each in self._writing:
             each.result()
         self._writing.clear()
+        for role, worth in self._worth.items():
+            worth.tell(role)
 
     def _refuse_changes(self, role: str, store: FeatureStore) -> None:
         state = weights_state(self._module, role)

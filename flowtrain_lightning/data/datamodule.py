@@ -461,7 +461,8 @@ class FlowDataModule(L.LightningDataModule):
         _warn_of_idle_ranks(sampling, shard)
         module = getattr(self.trainer, "lightning_module", None)
         # Features are kept by whole files.
-        cuts_clips = getattr(module, "encodes_moments_apart", False) and self.keep_features is None
+        apart = getattr(module or self._reader, "encodes_moments_apart", False)
+        cuts_clips = apart and self.keep_features is None
         steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset, cuts_clips=cuts_clips)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(

@@ -80,12 +80,21 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             microbatches = packing.arrange(found, sampling.settings, self.shard.members)
         else:
             chosen = found
-        sizes = self.samples.source.sizes(chosen)
+        return packing.plan(self.sizes(chosen, packing), chosen, self.shard.members, microbatches)
+
+    def sizes(self, samples: IntArray, packing: StepPacking | None = None) -> SampleSizes:
+        """The sizes of these samples as steps take them: clips in pieces, equal media told where they are shared.
+
+        Args:
+            samples: ``[n]`` indices into the source, in that order.
+            packing: that holds; None is as the run began.
+        """
+        sizes = self.samples.source.sizes(samples)
         if self.samples.augment is not None or not self.shares:  # chance makes two pictures of one
             sizes = replace(sizes, media_content=None)
         if self.cuts_clips:
-            sizes = in_pieces(sizes, packing.encoder_budget // _PIECES_OF_A_BATCH)
-        return packing.plan(sizes, chosen, self.shard.members, microbatches)
+            sizes = in_pieces(sizes, (packing or self.packing).encoder_budget // _PIECES_OF_A_BATCH)
+        return sizes
 
     def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The steps as they were when ``state`` was saved, as far as the user has not set otherwise."""

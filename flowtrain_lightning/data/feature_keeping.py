@@ -84,13 +84,12 @@ class FeatureKeeping:
         idle = self.shard.members.trunk not in self.shard.own and not self.encoded
         advice = (
             ". This rank only encodes, so it has nothing left to do: with FlowTrainStrategy(placement='colocated'), or "
-            "strategy='ddp', it trains the backbone as well"
+            "strategy='ddp', it trains the backbone as well; `flowtrain plan --freeze encoder` names the best layout"
         )
         self._tell(
             f"flowtrain: of {self.kept + self.encoded:,} media items of the epoch {self.kept:,} were read from where "
             f"features are kept, and {self.encoded:,} encoded{advice if idle else ''}",
-            f". {self.nbytes:,} bytes were read at {self.nbytes / max(self.seconds, 1e-9) / 1e6:,.0f} MB/s: where that "
-            "is slower than encoding, leave keep_features out or name a faster disk",
+            f". {self.nbytes:,} bytes were read at {self.nbytes / max(self.seconds, 1e-9) / 1e6:,.0f} MB/s",
         )
 
     def _tell(self, sentence: str, once: str = "") -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
-from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _LOOKED_AT = 64
 """Groups that wait, among which one is looked for that fits into what is left of a step."""
@@ -27,12 +27,20 @@ class MediaGroups:
 
     @classmethod
     def of(cls, source: JoinedSources) -> MediaGroups:
+        """Those of all samples.
+
+        Raises:
+            DataError: it is not known of any two samples that they have one in common.
+        """
+        return cls.of_sizes(source.sizes(np.arange(len(source), dtype=np.int64)))
+
+    @classmethod
+    def of_sizes(cls, sizes: SampleSizes) -> MediaGroups:
         """Those of some samples; one of several pictures belongs to that which occurs most often.
 
         Raises:
             DataError: it is not known of any two samples that they have one in common.
         """
-        sizes = source.sizes(np.arange(len(source), dtype=np.int64))
         alike = sizes.alike
         if alike is None:
             raise DataError(
@@ -42,8 +50,8 @@ class MediaGroups:
             )
         # The last one that is written holds: of each sample the media item that occurs most often, the first of these.
         by_use = np.lexsort((-np.arange(len(alike)), np.bincount(alike)[alike]))
-        groups = np.arange(len(source), dtype=np.int64)
-        groups[sizes.media_sample[by_use]] = len(source) + alike[by_use]
+        groups = np.arange(len(sizes), dtype=np.int64)
+        groups[sizes.media_sample[by_use]] = len(sizes) + alike[by_use]
         return cls(groups)
 
     @property

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flowtrain_lightning.data.media_files import MediaError, VideoFile, opened
 from flowtrain_lightning.data.video_ends import is_cut
+from flowtrain_lightning.data.video_seeking import frames_after_seeking
 from flowtrain_lightning.packing import IntArray
 
 FORMATS = ("asf", "avi", "flv", "gif", "matroska", "mov", "mp4", "mpeg", "mpegts", "ogg", "webm")
@@ -61,7 +62,7 @@ def read_video_header(video: VideoFile) -> VideoHeader:
 
 
 def decode_frames(video: VideoFile, numbers: IntArray) -> Iterator[NDArray[np.uint8]]:
-    """Some frames of a video, in order.
+    """Some frames of a video, in order. What is before them is decoded only as far as they need it.
 
     Args:
         video: the video.
@@ -73,6 +74,17 @@ def decode_frames(video: VideoFile, numbers: IntArray) -> Iterator[NDArray[np.ui
     Raises:
         VideoError: it cannot be decoded, or ends before the last of these.
     """
+    left = numbers
+    if numbers[0] > 0:
+        with _opened(video) as (container, stream):
+            for frame in frames_after_seeking(container, stream, numbers):
+                yield _upright(frame, frame.to_ndarray(format="rgb24"))
+                left = left[1:]
+    if len(left):
+        yield from _decoded_from_the_beginning(video, left)
+
+
+def _decoded_from_the_beginning(video: VideoFile, numbers: IntArray) -> Iterator[NDArray[np.uint8]]:
     wanted = set(numbers.tolist())
     last, decoded = int(numbers[-1]), 0
     with _opened(video) as (container, stream):

@@ -31,7 +31,7 @@ def evaluate(
     """
     figures: dict[str, float] = {"steps": len(plan.steps), "samples_left": len(plan.left)}
     if plan.steps:
-        costs, encoder_cost = settings.cost.of_each(tokens), cost_of_media(media_start, media_cost)
+        costs, encoder_cost = settings.cost.of_each(tokens), _read_first(plan, media_start, media_cost)
         positions = max(step.positions for step in plan.steps)
         quantities = (costs, encoder_cost, tokens, np.ones(len(tokens)))
         cost, encoder, filled, samples = (
@@ -138,6 +138,14 @@ def _grid(step: PackedStep, values: IntArray | FloatArray, positions: int, ranks
     return sums.astype(np.float64).reshape(positions, ranks)
 
 
+def _read_first(plan: OfflinePlan, media_start: IntArray, media_cost: FloatArray) -> FloatArray:
+    """``[samples]`` what encoding the media items of each costs that are encoded for it."""
+    costs = media_cost.copy()
+    for step in plan.steps:
+        costs[list(step.encoded_as)] = 0.0
+    return cost_of_media(media_start, costs)
+
+
 def _flow_gap(
     plan: OfflinePlan, costs: FloatArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
 ) -> float:
@@ -149,19 +157,29 @@ def _flow_gap(
         grid = np.zeros((step.positions, settings.ranks))
         np.add.at(grid.ravel(), step.bin_of, costs[step.samples])
         encoding = []
+        also = _samples_by_source(step, owner)
         for of_rank in step.encoder_batches:
             batches = []
             for batch in of_rank:
-                bins = np.unique(step.bin_of[np.searchsorted(step.samples, owner[batch])])
+                reading = np.concatenate([owner[batch], *(also[item] for item in batch.tolist() if item in also)])
+                bins = np.unique(step.bin_of[np.searchsorted(step.samples, reading)])
                 readers = tuple(BatchOf(BACKBONE, int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
                 batches.append(TimedBatch(*in_two_passes(float(media_cost[batch].sum())), readers))
             encoding.append(batches)
-        reading = [[TimedBatch(*in_two_passes(time)) for time in of_rank] for of_rank in grid.T.tolist()]
+        microbatches = [[TimedBatch(*in_two_passes(time)) for time in of_rank] for of_rank in grid.T.tolist()]
         meets = {BACKBONE: Meeting(1, settings.ranks, ("forward", "backward"))}
-        step_work = {BACKBONE: reading, ENCODER: encoding}
+        step_work = {BACKBONE: microbatches, ENCODER: encoding}
         rules = StepRules.separate(
             step_work, [Edge(ENCODER, BACKBONE)], meets=meets if settings.sync_every == "microbatch" else {}
         )
         found = simulate_step(step_work, rules)
         makespan, work = makespan + found.makespan, work + found.work
     return 100 * (makespan / work - 1) if work else 0.0
+
+
+def _samples_by_source(step: PackedStep, owner: IntArray) -> dict[int, list[int]]:
+    """Media item that is encoded -> the samples that have one in whose place it is."""
+    found: dict[int, list[int]] = {}
+    for item, source in step.encoded_as.items():
+        found.setdefault(source, []).append(int(owner[item]))
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.microbatches import arrange, pack_sorted
 from flowtrain_lightning.packing.order import order_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, usual_balance_group
+from flowtrain_lightning.packing.shared_media import costs_once, encoded_as
 from flowtrain_lightning.packing.step_plan import (
     SYNC_EVERY,
     Batches,
@@ -75,6 +77,8 @@ class PackedStep:
         positions: microbatches of each rank.
         delay: ``[n]`` steps that each waited.
         encoder_batches: ``[encoder rank][number]`` -> media item numbers, counted over the data set.
+        encoded_as: media item -> the one of the step that is encoded in its place, since it is the same; without those
+            that are encoded.
     """
 
     samples: IntArray
@@ -82,6 +86,7 @@ class PackedStep:
     positions: int
     delay: IntArray
     encoder_batches: Batches = ()
+    encoded_as: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,11 @@ class OfflinePlan:
 
 
 def pack_offline(
-    tokens: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
+    tokens: IntArray,
+    media_start: IntArray,
+    media_cost: FloatArray,
+    settings: OfflineSettings,
+    media_content: IntArray | None = None,
 ) -> OfflinePlan:
     """Pack samples that come in sampler order.
 
@@ -109,6 +118,8 @@ def pack_offline(
         media_start: ``[samples + 1]`` the media items of sample ``i`` are ``media_start[i]:media_start[i + 1]``.
         media_cost: ``[media items]`` what encoding each costs, in the unit of ``settings.cost``.
         settings: how to pack.
+        media_content: ``[media items]`` equal numbers for equal ones, of which a step encodes one; -1 where that is not
+            known. None: no two are the same.
 
     Raises:
         PackingError: a sample is empty or over the budget, a cost is no number, or steps cannot be made so.
@@ -117,23 +128,31 @@ def pack_offline(
     begin = time.perf_counter()
     costs = settings.cost.weight_of_each(tokens)
     encoder_cost = cost_of_media(media_start, media_cost)
+    if media_content is not None:
+        media_content = np.where(media_content < 0, -1 - np.arange(len(media_content)), media_content)
     pack = _pack_tokens if settings.global_batch_size is None else _pack_samples
     drafts, left = pack(tokens, costs, settings)
     steps = []
     for draft in drafts:
+        media, owner = _media_of(draft.samples, media_start)
+        alike, encoding = None, encoder_cost[draft.samples]
+        if media_content is not None:
+            alike = media_content[media]
+            once = costs_once(alike, media_cost[media])
+            encoding = np.bincount(owner, once, minlength=len(draft.samples)).astype(np.float64)
         ordered = order_step(
             draft.bin_of,
             tokens[draft.samples],
             costs[draft.samples],
-            encoder_cost[draft.samples],
+            encoding,
             positions=draft.positions,
             ranks=settings.ranks,
             encoder_ranks=settings.encoder_ranks,
             budget=settings.token_budget,
             sync_every=settings.sync_every,
         )
-        batches = _encode(draft.samples, ordered, media_start, media_cost, settings)
-        steps.append(replace(draft, bin_of=ordered, encoder_batches=batches))
+        batches, shared = _encode(media, ordered[owner], alike, media_cost, settings)
+        steps.append(replace(draft, bin_of=ordered, encoder_batches=batches, encoded_as=shared))
     return OfflinePlan(tuple(steps), left, time.perf_counter() - begin)
 
 
@@ -212,20 +231,34 @@ def _pack_tokens(tokens: IntArray, costs: FloatArray, settings: OfflineSettings)
     return drafts, stream.left()
 
 
-def _encode(
-    samples: IntArray, bin_of: IntArray, media_start: IntArray, media_cost: FloatArray, settings: OfflineSettings
-) -> Batches:
-    """The encoder batches of a step; media items are counted over the data set."""
+def _media_of(samples: IntArray, media_start: IntArray) -> tuple[IntArray, IntArray]:
+    """The media items of some samples, counted over the data set, and which of these samples has each."""
     counts = media_start[samples + 1] - media_start[samples]
-    if not counts.any():
-        return tuple(() for _ in range(settings.encoder_ranks))
+    owner = np.repeat(np.arange(len(samples)), counts)
     before = np.cumsum(counts) - counts
-    media = np.repeat(media_start[samples] - before, counts) + np.arange(counts.sum())
-    reader = np.repeat(bin_of, counts)
-    batches = pack_encoder_batches(
-        media_cost[media], reader % settings.ranks, reader // settings.ranks, members=settings.encoder_ranks
-    )
-    return tuple(tuple(media[batch] for batch in of_rank) for of_rank in batches)
+    return (media_start[samples] - before)[owner] + np.arange(counts.sum()), owner
+
+
+def _encode(
+    media: IntArray, reader: IntArray, alike: IntArray | None, media_cost: FloatArray, settings: OfflineSettings
+) -> tuple[Batches, dict[int, int]]:
+    """The encoder batches of a step, and which media items are encoded in the place of others.
+
+    Args:
+        media: ``[media items]`` of the step, counted over the data set.
+        reader: ``[media items]`` the microbatch that reads each.
+        alike: ``[media items]`` equal numbers for equal ones; None: no two are.
+        media_cost: of all media items of the data set.
+        settings: how to pack.
+    """
+    if not len(media):
+        return tuple(() for _ in range(settings.encoder_ranks)), {}
+    member, position = reader % settings.ranks, reader // settings.ranks
+    source, everyone = encoded_as(alike, member, position, local=False), np.arange(len(media))
+    own = everyone if source is None else np.flatnonzero(source == everyone)
+    batches = pack_encoder_batches(media_cost[media], member, position, own, members=settings.encoder_ranks)
+    others = {} if source is None else {int(media[n]): int(media[source[n]]) for n in everyone if source[n] != n}
+    return tuple(tuple(media[batch] for batch in of_rank) for of_rank in batches), others
 
 
 def _refuse(tokens: IntArray, media_cost: FloatArray, settings: OfflineSettings) -> None:

@@ -25,6 +25,28 @@ def costs_once(alike: IntArray | None, costs: FloatArray) -> FloatArray:
     return once
 
 
+def encoded_parts(content: IntArray | None, count: int, samples: int, step: int, *, together: bool) -> FloatArray:
+    """``[media items]`` the part of each that is encoded, on average: those of a step that are equal share one.
+
+    Args:
+        content: ``[media items]`` equal numbers for equal media items, -1 where it is not known; None: no two are.
+        count: of media items.
+        samples: that have them.
+        step: samples of a step.
+        together: samples that share a media item come in one step, as far as it has room; else they come by chance.
+    """
+    if content is None:
+        return np.ones(count)
+    content = np.where(content < 0, -1 - np.arange(count), content)
+    numbers, uses = np.unique(content, return_inverse=True, return_counts=True)[1:]
+    share, each = step / samples, uses[numbers.reshape(-1)].astype(np.float64)
+    if share >= 1:  # every step has all of them, however often
+        return np.asarray(1 / (each * share))
+    if together:
+        return np.asarray(np.ceil(each / step) / each)
+    return np.asarray((1 - (1 - share) ** each) / (each * share))
+
+
 def encoded_as(alike: IntArray | None, member: IntArray, position: IntArray, *, local: bool) -> IntArray | None:
     """``[media items]`` the media item that is encoded in the place of each: of those alike, that which is read first.
 

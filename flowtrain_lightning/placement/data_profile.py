@@ -11,9 +11,11 @@ import numpy as np
 from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.data import DataError, FlowDataModule
+from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.packing import IntArray, SampleSizes
 from flowtrain_lightning.packing.role_graph import RoleGraph
+from flowtrain_lightning.packing.shared_media import encoded_parts
 from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.placement.profile import Profile
 
@@ -74,29 +76,44 @@ def profile_data(data: FlowDataModule, profile: Profile, devices: int = 8, graph
             "The training data are a stream, of which no samples can be drawn to measure the module with. Set "
             "FlowTrainStrategy(profile='off'), or name the ranks of its roles."
         )
-    source = steps.samples.source
+    source, together = steps.samples.source, data.group_by is not None
     draw = np.random.default_rng(data.seed)
-    pool = draw.permutation(len(source))[:_MOST]
-    sizes = source.sizes(pool)
-    encoder, backbone = sample_costs(sizes, profile, data.token_budget, graph)
+    pool = draw.permutation(len(source))
+    if together:
+        pool = MediaGroups.of_sizes(source.sizes(np.sort(pool))).ordered(pool, 1)  # whole groups are drawn
+    sizes = steps.sizes(pool[:_MOST])
+    of_step = steps.sampling.samples_per_step
+    parts = encoded_parts(sizes.alike, len(sizes.media_patches), len(sizes), of_step, together=together)
+    encoder, backbone = sample_costs(sizes, profile, data.token_budget, parts, graph)
 
     def split(drawn: IntArray) -> int:
         return encoder_devices(float(encoder[drawn].sum()), float(backbone[drawn].sum()), devices)
 
-    count, stable = stable_count(len(pool), split, draw)
+    count, stable = stable_count(len(sizes), split, draw)
     drawn = np.arange(count)
     share = float(encoder[drawn].sum() / (encoder[drawn].sum() + backbone[drawn].sum()))
     chosen = sizes.select(drawn)
-    workload = _workload(chosen, data, steps.sampling.samples_per_step)
+    workload = _workload(chosen, data, of_step)
     return DataProfile(chosen, len(source), stable, devices, split(drawn), share, workload)
 
 
 def sample_costs(
-    sizes: SampleSizes, profile: Profile, token_budget: int, graph: RoleGraph = TWO_ROLES
+    sizes: SampleSizes,
+    profile: Profile,
+    token_budget: int,
+    parts: FloatArray | float = 1.0,
+    graph: RoleGraph = TWO_ROLES,
 ) -> tuple[FloatArray, FloatArray]:
     """``[samples]`` seconds of all encoders and of the trunk for each sample.
 
     What a forward itself costs is shared by all samples of a full microbatch, whose media are one encoder batch.
+
+    Args:
+        sizes: of the samples.
+        profile: says what they cost.
+        token_budget: of a microbatch.
+        parts: ``[media items]`` the part of each that is encoded, on average.
+        graph: the roles of the module.
     """
     forwards, trunk = sizes.tokens / token_budget, profile.cost
     of_media, constant = np.zeros(len(sizes.media_patches)), 0.0
@@ -104,7 +121,7 @@ def sample_costs(
         half, media = profile.roles[graph.producer_of(modality)], sizes.of_modality(modality)
         of_media[media] = half.cost.of_each(sizes.media_patches[media])
         constant += half.cost.constant
-    encoding = np.bincount(sizes.media_sample, of_media, minlength=len(sizes))
+    encoding = np.bincount(sizes.media_sample, parts * of_media, minlength=len(sizes))
     return encoding + constant * forwards, trunk.of_each(sizes.tokens) + trunk.constant * forwards
 
 
@@ -139,10 +156,13 @@ def stable_count(available: int, choose: Decide, draw: np.random.Generator) -> t
 def _workload(sizes: SampleSizes, data: FlowDataModule, samples_per_step: int) -> Workload:
     """The lengths, with batches as the packer makes them: an encoder batch is what one microbatch reads."""
     patches_per_token = sizes.media_patches.sum() / sizes.tokens.sum()
+    content, of_modality = sizes.alike, {modality: sizes.of_modality(modality) for modality in sizes.modalities}
     return Workload(
         sizes.tokens,
-        {modality: sizes.media_patches[sizes.of_modality(modality)] for modality in sizes.modalities},
+        {modality: sizes.media_patches[own] for modality, own in of_modality.items()},
         global_batch_size=samples_per_step,
         token_budget=data.token_budget,
         encoder_budget=min(data.encoder_budget, max(1, round(data.token_budget * patches_per_token))),
+        content={} if content is None else {modality: content[own] for modality, own in of_modality.items()},
+        together=data.group_by is not None and content is not None,
     )

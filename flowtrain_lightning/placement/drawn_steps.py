@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 
 from flowtrain_lightning.allocator import Allocation, Workload
+from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.microbatches import arrange_step
@@ -69,6 +70,7 @@ class FilledSteps:
         seed: decides about the order.
         encoder_cost: by which encoder batches are balanced, see `plan_step`.
         encoder_budget: the most patches of an encoder batch.
+        groups: samples that come side by side; None: each by itself.
     """
 
     sizes: SampleSizes
@@ -77,6 +79,7 @@ class FilledSteps:
     seed: int = 0
     encoder_cost: CostModel | None = None
     encoder_budget: int = ENCODER_BUDGET
+    groups: MediaGroups | None = None
 
     def packed(self, allocation: Allocation) -> list[StepPlan]:
         """The plan of every step on an allocation's ranks.
@@ -95,7 +98,7 @@ class FilledSteps:
     @cached_property
     def _drawn(self) -> list[tuple[StreamStep, IntArray]]:
         """Each step, and which of all samples are in it."""
-        order = _EndlessOrder(len(self.sizes), self.seed)
+        order = _EndlessOrder(len(self.sizes), self.seed, self.groups)
         packer = StreamPacker(self.settings, lambda start, end: self.sizes.tokens[order.between(start, end)])
         steps = list(islice(packer, self.count))
         return [(step, order.between(0, int(step.samples[-1]) + 1)[step.samples]) for step in steps]
@@ -109,22 +112,27 @@ class FilledSteps:
 
 
 class _EndlessOrder:
-    """All samples in an order that is drawn, then in another one, and so on."""
+    """All samples in an order that is drawn, then in another one, and so on; see `MediaGroups.ordered` for ``step``."""
 
-    def __init__(self, available: int, seed: int) -> None:
+    def __init__(self, available: int, seed: int, groups: MediaGroups | None = None, step: int = 1) -> None:
         self._available, self._draw = available, np.random.default_rng(seed)
+        self._groups, self._step = groups, step
         self._drawn = np.empty(0, dtype=np.int64)
 
     def between(self, start: int, end: int) -> IntArray:
         """``[end - start]`` the samples at these positions."""
         more = -(-(end - len(self._drawn)) // self._available)
         if more > 0:
-            orders = (self._draw.permutation(self._available) for _ in range(more))
+            orders = [self._draw.permutation(self._available) for _ in range(more)]
+            if self._groups is not None:
+                orders = [self._groups.ordered(order, self._step) for order in orders]
             self._drawn = np.concatenate([self._drawn, *orders])
         return self._drawn[start:end]
 
 
-def draw_steps(available: int, count: int, steps: int, seed: int) -> tuple[IntArray, ...]:
+def draw_steps(
+    available: int, count: int, steps: int, seed: int, groups: MediaGroups | None = None
+) -> tuple[IntArray, ...]:
     """The samples of every step: all of them in an order that is drawn, and again in another one.
 
     Args:
@@ -132,8 +140,9 @@ def draw_steps(available: int, count: int, steps: int, seed: int) -> tuple[IntAr
         count: samples of a step.
         steps: how many.
         seed: decides about the order.
+        groups: samples that come in one step; None: each by itself.
     """
-    order = _EndlessOrder(available, seed)
+    order = _EndlessOrder(available, seed, groups, count)
     return tuple(order.between(step * count, (step + 1) * count) for step in range(steps))
 
 
@@ -154,6 +163,7 @@ def steps_of(
         seed: decides about the order of the samples.
     """
     cost, encoder_cost = costs
+    groups = MediaGroups.of_sizes(sizes) if workload.together else None
     if count is None:
         count = min(_MOST_STEPS, max(_LEAST_STEPS, -(-_ENOUGH_SAMPLES // workload.global_batch_size)))
     if (filled := workload.microbatches) is not None:
@@ -161,8 +171,8 @@ def steps_of(
         settings = StreamSettings(
             token_budget=workload.token_budget, microbatches=filled, balance_group=group, cost=cost
         )
-        return FilledSteps(sizes, settings, count, seed, encoder_cost, workload.encoder_budget)
-    chosen = draw_steps(len(sizes), workload.global_batch_size, count, seed)
+        return FilledSteps(sizes, settings, count, seed, encoder_cost, workload.encoder_budget, groups)
+    chosen = draw_steps(len(sizes), workload.global_batch_size, count, seed, groups)
     return DrawnSteps(sizes, chosen, workload.token_budget, cost, encoder_cost, workload.encoder_budget)
 
 

@@ -191,3 +191,12 @@ class ModelledLayoutCosts:
     @cached_property
     def _times(self) -> dict[str, RoleTime]:
         return {role: role_time(self.problems[role], family) for role, family in self._families.items()}
+
+
+@dataclass(frozen=True)
+class ReadLayoutCosts(ModelledLayoutCosts):
+    """The same where features of frozen encoders are read, not encoded: those cost the ranks nothing."""
+
+    def batches(self, role: str, lengths: Sequence[IntArray]) -> list[PassTimes]:
+        """See `ModelledLayoutCosts`."""
+        return [PassTimes(0.0, 0.0)] * len(lengths) if role == ENCODER else super().batches(role, lengths)

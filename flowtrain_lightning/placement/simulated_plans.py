@@ -15,7 +15,7 @@ from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.cluster_part import part_of
 from flowtrain_lightning.placement.drawn_steps import DrawnSteps, FilledSteps
-from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts, ReadLayoutCosts
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulation import Simulation, simulate
 
@@ -48,6 +48,14 @@ class PlanSimulator:
             found.append(self._simulated(plan) if before is None else _timed_as(plan, found[before]))
         return found
 
+    def seconds_reading(self, plan: ModelledPlan) -> float | None:
+        """Seconds of a step whose features are read, not encoded, as fast as they are wanted; None: not played."""
+        try:
+            allocation = plan.allocation(self.problems[BACKBONE].cluster.per_node)
+            return self._played(allocation, ReadLayoutCosts(self.problems, allocation)).step_seconds
+        except (PackingError, ValueError):
+            return None
+
     def _simulated(self, plan: ModelledPlan) -> ModelledPlan:
         if set(plan.chosen) != set(ROLES):
             return plan
@@ -55,7 +63,7 @@ class PlanSimulator:
             allocation = plan.allocation(self.problems[BACKBONE].cluster.per_node)
             if why_it_cannot_run(allocation) is not None:
                 return plan
-            found = self._played(allocation)
+            found = self._played(allocation, ModelledLayoutCosts(self.problems, allocation))
         except (PackingError, ValueError):  # fewer samples than a part of the cluster can share, say
             return plan
         seconds = found.step_seconds
@@ -67,8 +75,7 @@ class PlanSimulator:
             mfu=plan.mfu * plan.seconds / seconds,
         )
 
-    def _played(self, allocation: Allocation) -> Simulation:
-        costs = ModelledLayoutCosts(self.problems, allocation)
+    def _played(self, allocation: Allocation, costs: ModelledLayoutCosts) -> Simulation:
         part, share = part_of(allocation, self.most_ranks)
         steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
         return simulate(steps.packed(part), part, costs, ENCODER_BATCHES_IN_FLIGHT)

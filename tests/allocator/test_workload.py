@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,20 @@ def test_a_steps_media_items_are_as_many_as_the_drawn_samples_have():
     assert (loads["encoder"].items, loads["backbone"].items) == (15, 10)
     assert loads["encoder"].tokens == pytest.approx(15 * 128)
     assert loads["backbone"].tokens == pytest.approx(10 * 150)
+
+
+def test_media_items_that_are_the_same_are_counted_as_often_as_steps_encode_them():
+    tokens, patches, content = np.full(20, 100), np.arange(1, 21) // 5 * 64 + 64, np.arange(20) // 5
+    patches = np.repeat(patches[::5], 5)
+    plain = Workload(tokens, {"image": patches}, global_batch_size=10)
+    shared = replace(plain, content={"image": content}, together=True)
+    each, once, by_chance = (
+        role_loads(MODULE, one)["encoder"] for one in (plain, shared, replace(shared, together=False))
+    )
+    assert once.tokens == pytest.approx(each.tokens / 5)
+    assert once.items == pytest.approx(2)  # of four pictures in two steps
+    assert once.tokens < by_chance.tokens < each.tokens
+    assert role_loads(MODULE, replace(shared, content={"image": np.full(20, -1)}))["encoder"].tokens == each.tokens
 
 
 def test_an_encoder_batch_takes_the_longest_media_item_whatever_the_budget():

@@ -68,10 +68,3 @@ def test_every_kind_of_placement_runs_in_the_layouts_of_its_plan(tmp_path):
     assert {"uniform", "separate", SYNCHRONOUS} <= set(runs)
     for kind, found in runs.items():  # real ranks are never faster than what they sleep for
         assert kind == SYNCHRONOUS or found["step"] / found["stretch"] > 0.97 * found["simulated"]
-
-
-@pytest.mark.full
-def test_context_ranks_share_a_long_sample(tmp_path):
-    run("emulate_layouts.py", tmp_path, "--long")
-    one, two = json.loads((tmp_path / "long-samples.json").read_text()).values()
-    assert two["step"] < one["step"]

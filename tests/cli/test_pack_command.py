@@ -191,3 +191,12 @@ def test_too_few_samples_for_a_step_are_all_left_over(pack, tokens, of_steps):
 def test_an_empty_plan_is_told(pack):
     _, printed = pack({"tokens": [7] * 3}, *OPTIONS, *SAMPLES)
     assert "3 samples fill no step, so the plan is empty" in printed
+
+
+def test_media_that_are_the_same_are_encoded_once_a_step(pack):
+    columns = table() | {"media_cost": pyarrow.array([[3.0]] * 400)}
+    folder, _ = pack(columns | {"media_content": pyarrow.array([[n // 5] for n in range(400)])}, *OPTIONS, *SAMPLES)
+    media = parquet.read_table(folder / "media.parquet").to_pydict()
+    assert len(media["sample"]) == 400 / 5
+    with pytest.raises(SystemExit):
+        pack(columns | {"media_content": pyarrow.array([[]] + [[1]] * 399)}, *OPTIONS, *SAMPLES)

@@ -309,6 +309,24 @@ def test_lengths_come_from_a_file(plan, tmp_path):
     assert " --data.global_batch_size=30 " in printed
 
 
+def test_a_file_says_which_media_items_are_the_same_and_they_are_planned_once(plan, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"tokens": [400] * 100, "image_tokens": [[1024]] * 100, "image_content": [[n // 5] for n in range(100)]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "lengths.parquet")
+    arguments = (*MODEL, "--devices", "4", "--batch", "20", "--data", "lengths.parquet")
+    grouped = json.loads(plan(*arguments, "--group-by", "media", "--json", "--out", "plan.yaml"))
+    assert "20 samples, 4,096 tokens of the encoder and" in plan(*arguments, "--group-by", "media")
+    assert "20 samples, 13,769 tokens of the encoder and" in plan(*arguments)  # 1 - (1 - 1/5)^5 of them, by chance
+    del columns["image_content"]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "lengths.parquet")
+    assert "20 samples, 20,480 tokens of the encoder and" in plan(*arguments)
+    plain = json.loads(plan(*arguments, "--json"))
+    seconds = [found["plans"][found["recommended"]]["step_seconds"] for found in (grouped, plain)]
+    assert seconds[0] < seconds[1]
+
+
 def test_a_file_of_lengths_is_planned_in_the_steps_that_a_data_module_makes_of_it(plan, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -331,6 +349,8 @@ def test_a_file_of_lengths_is_planned_in_the_steps_that_a_data_module_makes_of_i
         ({"tokens": [3], "media_tokens": [[0.5]]}, "must hold lists of whole numbers, but holds list<"),
         ({"tokens": [3], "media_tokens": [[]]}, "The data must have image media of at least one token"),
         ({"tokens": [3], "image_tokens": [[4, None]]}, "at least 0, none missing, but sample 0 has None"),
+        ({"tokens": [3], "image_tokens": [[4]], "image_content": [[]]}, "of sample 0 it lists 0 for 1"),
+        ({"tokens": [3], "image_tokens": [[4]], "image_content": [["a"]]}, "must hold lists of whole numbers, but"),
         ({"tokens": [9000], "media_tokens": [[64]]}, "longest sample has 9,000 tokens, but a microbatch takes 8,192"),
     ],
 )
@@ -409,6 +429,10 @@ def test_whole_copies_keep_to_what_replicates(plan):
             "12 devices cannot be divided into nodes of 8, as is usual for",
         ),
         ((*MODEL, "--devices", "12", "--sweep"), "12 devices cannot be divided into nodes of 8"),
+        (
+            (*MODEL, "--devices", "8", "--group-by", "media"),
+            "but the data name no two that are the same: give a column",
+        ),
         ((*MODEL, "--devices", "8", "--sweep", "--out", "plan.yaml"), "--out writes one plan, but --sweep makes many"),
         ((*MODEL, "--devices", "8", "--nodes", "3"), "8 devices cannot be divided into 3 equal nodes"),
         (("--model", "smolvlm-2.2b", "--devices", "8", "--device", "h300"), "There is no device 'h300'. Did you mean"),

@@ -31,13 +31,16 @@ ASKED = {
 }
 """What is planned, for four devices each."""
 
+VIDEOS = ("--data", "videos.parquet", "--token-budget", "32768")
 LONG = ("--data", "long.parquet", "--token-budget", "60000")
 DIVIDED = {
     "few": ("--model", "grouped.yaml", "--device", "h200", "--batch", "2"),
     "long": ("--model", "large.yaml", "--device", "h200", "--batch", "2", *LONG),
+    "videos": ("--model", "qwen2.5-vl-7b", "--device", "h200", "--batch", "2", *VIDEOS),
     "offloaded": ("--model", "qwen2-vl-2b", "--device", "h200", "--offload-activations"),
 }
-"""More of it: few samples, which tensor ranks share; long ones, which context ranks do; activations on the host."""
+"""More of it: few samples, which tensor ranks share; long ones, which context ranks do, also of clips; activations on
+the host."""
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +89,14 @@ def test_plans_of_tensor_and_context_ranks_and_of_the_hosts_memory_train(tmp_pat
     (tmp_path / "grouped.yaml").write_text(LARGE.replace("heads: 32,", "heads: 32, key_value_heads: 2,"))
     long = {"tokens": [60000, 50000], "image_tokens": [[4096] * 8, [2048] * 4]}
     parquet.write_table(pyarrow.table(long), tmp_path / "long.parquet")
+    clips = {"tokens": [32000, 30000], "image_tokens": [[2048] * 55, [2048] * 50]}  # an item for each moment
+    parquet.write_table(pyarrow.table(clips), tmp_path / "videos.parquet")
     write_plans(tmp_path, DIVIDED)
     paths = {name: tmp_path / f"{name}-plan.yaml" for name in DIVIDED}
     backbones = {name: read_plan(path).layouts["backbone"] for name, path in paths.items()}
     assert (backbones["few"].tensor, backbones["long"].context) == (2, 4)
+    videos = read_plan(paths["videos"])
+    assert (videos.placement, videos.layouts["backbone"].context, videos.layouts["encoder"].data) == ("colocated", 4, 4)
     assert read_plan(paths["offloaded"]).offload == dict.fromkeys(("encoder", "backbone"), "activations")
     train(list(paths.values()), tmp_path, divides=True)
 

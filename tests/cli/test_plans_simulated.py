@@ -56,3 +56,16 @@ def test_a_plan_and_the_simulation_of_its_file_agree(flowtrain, seed):
     simulated = flowtrain("simulate", *common, "--plan", "plan.yaml")
     predicted = planned["plans"][planned["recommended"]]["step_seconds"]
     assert predicted == pytest.approx(simulated["step_seconds"], rel=0.05)
+
+
+def test_they_agree_where_samples_of_a_step_share_media(flowtrain):
+    table = {"tokens": [600] * 200, "image_tokens": [[2048]] * 200, "image_content": [[n // 5] for n in range(200)]}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    common = ("--model", "qwen2-vl-2b", "--device", "h200", "--data", "lengths.parquet", "--batch", 40)
+    seconds = []
+    for grouped in (("--group-by", "media"), ()):
+        planned = flowtrain("plan", *common, *grouped, "--devices", 4, "--out", "plan.yaml")
+        simulated = flowtrain("simulate", *common, *grouped, "--plan", "plan.yaml")
+        seconds.append(simulated["step_seconds"])
+        assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
+    assert seconds[0] < seconds[1]

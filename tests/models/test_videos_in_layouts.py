@@ -78,6 +78,16 @@ def test_a_clip_that_is_dealt_in_pieces_trains_as_a_whole_one(trained, family, l
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "colocated 2"), ("qwen3_vl", "1+2")])
+def test_pieces_of_a_clip_are_dealt_to_ranks_that_share_its_sequence(trained, family, layout):
+    found = read_run(trained(family, layout, encoder_budget=64, context=2))
+    expected = read_run(trained(family, "auto"))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= 1e-9
+    assert error(found.weights[-1], expected.weights[-1]) <= 1e-9
+
+
+@pytest.mark.full
 def test_a_run_on_videos_goes_on_from_a_checkpoint_to_the_bit(trained):
     whole = trained("qwen3_vl", "1+1", saves_after=MIDDLE)
     found = read_run(trained("qwen3_vl", "1+1", resumes=str(whole / "middle.ckpt")))

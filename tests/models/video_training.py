@@ -24,6 +24,7 @@ def train(
     resumes: str | None = None,
     saves_after: int = STEPS,
     encoder_budget: int | None = None,
+    context: int = 1,
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and ``middle.ckpt`` of a step."""
     tiny, recorder = video_family(family), Recorder()
@@ -32,8 +33,10 @@ def train(
         settings["encoder_budget"] = encoder_budget
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         settings["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
+    strategy = {} if context == 1 else {"roles": {"backbone": {"context": context}}}
     trainer = trainer_for(
         layout,
+        strategy=strategy,
         precision="64-true",
         max_steps=STEPS,
         limit_val_batches=0,

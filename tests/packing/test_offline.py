@@ -13,14 +13,15 @@ from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
 COST = CostModel(1.0, 0.01, 0.0)
 
 
-def packed(tokens, media=None, **changes):
+def packed(tokens, media=None, content=None, **changes):
     tokens = np.array(tokens, dtype=np.int64)
     media = media or [[]] * len(tokens)
     media_start = np.cumsum([0, *map(len, media)])
     media_cost = np.concatenate([[], *media])
     given = {"token_budget": 100, "ranks": 2, "cost": COST}
     changes = changes if "microbatches" in changes else {"global_batch_size": 8, **changes}
-    return pack_offline(tokens, media_start, media_cost, OfflineSettings(**{**given, **changes}))
+    content = None if content is None else np.array(content)
+    return pack_offline(tokens, media_start, media_cost, OfflineSettings(**{**given, **changes}), content)
 
 
 @settings(deadline=None, max_examples=30)
@@ -39,6 +40,23 @@ def test_every_sample_and_its_media_are_in_one_step_or_left(samples, of_steps, s
         encoded = sorted(item for of_rank in step.encoder_batches for batch in of_rank for item in batch.tolist())
         assert encoded == [item for sample in step.samples for item in range(start[sample], start[sample + 1])]
         assert np.bincount(step.bin_of, np.array(tokens)[step.samples]).max() <= 100
+
+
+def test_what_samples_of_a_step_share_is_encoded_once_and_read_by_all_of_them():
+    pictures = [sample // 4 for sample in range(16)]  # steps of eight samples have two
+    often = packed([10] * 16, [[5.0]] * 16, encoder_ranks=2)
+    once = packed([10] * 16, [[5.0]] * 16, pictures, encoder_ranks=2)
+    for step, plain in zip(once.steps, often.steps, strict=True):
+        encoded = [item for of_rank in step.encoder_batches for batch in of_rank for item in batch.tolist()]
+        assert len({pictures[item] for item in encoded}) == len(encoded) == 2
+        assert sum(len(batch) for of_rank in plain.encoder_batches for batch in of_rank) == 8
+        assert {pictures[item] == pictures[source] for item, source in step.encoded_as.items()} == {True}
+        assert sorted([*encoded, *step.encoded_as]) == step.samples.tolist()
+
+
+def test_media_items_whose_content_is_not_known_are_each_encoded():
+    plan = packed([10] * 8, [[5.0]] * 8, [-1] * 8)
+    assert sum(len(batch) for of_rank in plan.steps[0].encoder_batches for batch in of_rank) == 8
 
 
 def test_a_step_of_samples_takes_them_in_order():

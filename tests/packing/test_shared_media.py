@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SampleSizes, StepPlan
+from flowtrain_lightning.packing.shared_media import encoded_parts
 from flowtrain_lightning.packing.step_work import in_two_passes, step_work
 from tests.packing.sizes import BUDGETS, RANKS, plan_of, shared_sizes, sharing_strategy
 
@@ -60,3 +61,15 @@ def test_what_has_other_rows_is_another_media_item() -> None:
     sizes = shared_sizes([(10, [1]), (10, [1])], [1, 8])
     assert len(encoded(plan_of(sizes, 1, 1))) == 1
     assert len(encoded(plan_of(replace(sizes, media_rows=np.array([8, 9])), 1, 1))) == 2
+
+
+def test_the_parts_of_equal_media_items_make_those_that_a_step_encodes() -> None:
+    content = np.array([0, 0, 0, 0, 1, 1, 2, -1])
+    together = encoded_parts(content, 8, samples=8, step=4, together=True)
+    assert together.tolist() == [1 / 4] * 4 + [1 / 2] * 2 + [1, 1]
+    assert encoded_parts(content, 8, samples=8, step=2, together=True)[0] == 2 / 4  # no step has room for all four
+    by_chance = encoded_parts(content, 8, samples=8, step=4, together=False)
+    assert by_chance[0] == (1 - (1 / 2) ** 4) / (4 / 2)
+    assert by_chance[6] == 1
+    assert encoded_parts(content, 8, samples=8, step=16, together=False).tolist() == (together / 2).tolist()
+    assert encoded_parts(None, 3, samples=8, step=4, together=True).tolist() == [1, 1, 1]

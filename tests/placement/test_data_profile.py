@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from flowtrain_lightning.allocator import ROLES, Allocation, Layout, named_model
+from flowtrain_lightning.allocator.workload import role_loads
 from flowtrain_lightning.data import DataError, TokenSteps
 from flowtrain_lightning.packing import CostModel, SampleSizes
 from flowtrain_lightning.placement.data_profile import encoder_devices, profile_data, sample_costs, stable_count
+from flowtrain_lightning.placement.drawn_steps import steps_of
 from tests.data.sources.test_resuming import Lines
 from tests.placement.test_profile import ENCODER, PROFILE
 from tests.tiny import tiny_data, write_records
@@ -94,3 +98,36 @@ def test_without_media_the_encoder_gets_no_device(tmp_path):
     found = profile_data(tiny_data(tmp_path), replace(PROFILE, roles={**PROFILE.roles, "encoder": free}))
     assert found.encoder_devices == 0
     assert found.encoder_share == 0
+
+
+def ask_about_pictures(folder, pictures, questions):
+    """Records about pictures of noise, each asked about a number of times, and data that bring these together."""
+    draw, told = np.random.default_rng(0), []
+    for number in range(pictures):
+        path = folder / f"{number}.png"
+        Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
+        asked = {"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a word"}
+        told += [json.dumps({"images": [{"path": path.name}], "messages": asked})] * questions
+    (folder / "train.jsonl").write_text("\n".join(told))
+    return tiny_data(folder, global_batch_size=10, group_by="media" if questions > 1 else None)
+
+
+def test_a_picture_that_samples_of_a_step_share_is_planned_as_training_encodes_it(tmp_path):
+    patches = {}
+    for questions in (5, 1):
+        folder = tmp_path / str(questions)
+        folder.mkdir()
+        data = ask_about_pictures(folder, 80 // questions, questions)
+        found = profile_data(data, PROFILE, devices=4)
+        loads = role_loads(named_model("qwen2.5-vl-3b"), found.workload)
+        steps = data.train_dataloader().steps
+        plans = [steps.plan(0, step) for step in range(len(steps))]
+        trained = [plan.sizes.media_patches[plan.encoded].sum() for plan in plans]
+        assert loads["encoder"].tokens == pytest.approx(np.mean(trained), rel=0.05)
+        drawn = steps_of(found.workload, found.sizes, count=8)
+        allocation = Allocation("colocated", dict.fromkeys(ROLES, Layout(2)), dict.fromkeys(ROLES, (0, 1)))
+        simulated = [plan.sizes.media_patches[plan.encoded].sum() for plan in drawn.packed(allocation)]
+        assert np.mean(simulated) == pytest.approx(np.mean(trained), rel=0.05)
+        patches[questions] = loads["encoder"].tokens, found.encoder_share
+    assert patches[5][0] == pytest.approx(patches[1][0] / 5)
+    assert patches[5][1] < patches[1][1]

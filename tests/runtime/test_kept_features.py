@@ -52,6 +52,9 @@ def test_one_process_encodes_in_the_first_epoch_alone_and_later_runs_never(
     assert first["calls"][1:] == first["calls"][:1] * 3, "no forward after the first training and validation"
     assert later["calls"] == [0] * 4
     assert any("read from where features are kept, and 0 encoded" in said for said in later["said"])
+    told = [said for said in first["said"] if "the features of a media item are read in" in said]
+    assert len(told) == 1
+    assert "so keeping them" in told[0]
 
 
 @pytest.mark.parametrize(("layout", "settings"), LAYOUTS)
