@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from flowtrain_lightning.data.batch import PackedMedia, StepBatch
+from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.delivery import Delivery, Prepare, PrepareMedia, next_batch, with_inputs
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
+from flowtrain_lightning.data.producer_pace import ProducerPace
+from flowtrain_lightning.data.producers import ProducedSteps, StepsAhead
+from flowtrain_lightning.data.ray_cluster import RayCluster
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
 from flowtrain_lightning.data.workers import SharedMemoryBatch, WorkerStart, fork_lock, telling_full_memory
@@ -28,12 +31,6 @@ _PREFETCHED = 2
 
 LOADING_THREAD = "load the next step"
 """Begins the name of the thread that brings the next batch."""
-
-Prepare = Callable[[StepBatch], object]
-"""Works out what a step needs that follows from its plan, while the step before runs."""
-
-PrepareMedia = Callable[[PackedMedia], Mapping[str, Tensor]]
-"""Works out what an encoder needs that follows from the sizes of its media; see `FlowModule.prepare_media`."""
 
 
 class StepLoader:
@@ -52,6 +49,7 @@ class StepLoader:
         steps: the steps.
         files: fingerprints of the data's files; kept in the state.
         num_workers: processes that load; with 0 the training process loads. They live until :meth:`close`.
+        cluster: the Ray whose producers load, asked by one process; None: ``num_workers`` load.
         pin_memory: batches lie in page-locked memory.
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
         prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
@@ -67,6 +65,7 @@ class StepLoader:
         *,
         files: Sequence[str],
         num_workers: int = 0,
+        cluster: RayCluster | None = None,
         pin_memory: bool = False,
         prepare: Prepare | None = None,
         prepare_media: PrepareMedia | None = None,
@@ -79,15 +78,17 @@ class StepLoader:
         self._done = _Position(0, 0, None)
         self._told_of_large_media = False
         self._delivered_last: _Position | None = None
-        self._num_workers = num_workers
+        self._num_workers = num_workers if cluster is None else 1
+        self._cluster = cluster
+        self._pace = None if cluster is None else ProducerPace(steps.shard, cluster.producers)
         self._pin_memory = pin_memory
         self._prepare = prepare
-        self._prepare_media = partial(_with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
+        self._prepare_media = partial(with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
         self._keeping = keeping
         self._loader: DataLoader[SharedMemoryBatch | None] | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._coming: Future[_Delivery | None] | None = None
+        self._coming: Future[Delivery | None] | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -163,7 +164,7 @@ class StepLoader:
     @property
     def planned_ahead(self) -> int:
         """Steps, at most, that are planned beyond the last one that was asked for."""
-        return 1 + _PREFETCHED * self._num_workers
+        return 1 + (_PREFETCHED * self._num_workers if self._cluster is None else ProducedSteps.ahead(self._cluster))
 
     def close(self) -> None:
         """End thread and workers. A later iterator starts new ones."""
@@ -192,11 +193,11 @@ class StepLoader:
             wait([self._coming])  # else the thread would go on reading from an iterator that begins anew
             self._coming = None
 
-    def _load_next(self, batches: Iterator[SharedMemoryBatch | None]) -> Future[_Delivery | None]:
+    def _load_next(self, batches: Iterator[SharedMemoryBatch | None]) -> Future[Delivery | None]:
         """Let the thread bring the next batch, or None at the epoch's end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=LOADING_THREAD)
-        self._coming = self._thread.submit(_next_batch, batches, self._prepare, self._prepare_media)
+        self._coming = self._thread.submit(next_batch, batches, self._prepare, self._prepare_media)
         return self._coming
 
     def _start(self, iterator: _StepIterator) -> Iterator[SharedMemoryBatch | None]:
@@ -234,20 +235,26 @@ class StepLoader:
             return iter(self._loader)
 
     def _build(self) -> DataLoader[SharedMemoryBatch | None]:
+        steps: Dataset[SharedMemoryBatch | None] = self.steps
+        sampler: Sampler[Any] = self.sampler
+        prefetched = _PREFETCHED if self._num_workers else None
+        if self._cluster is not None:
+            steps, prefetched = ProducedSteps(self.steps, self._cluster), 1  # others wait with the producers
+            sampler = StepsAhead(self.sampler, ProducedSteps.ahead(self._cluster))
         return DataLoader(
-            self.steps,
+            steps,
             batch_size=None,
-            sampler=self.sampler,
+            sampler=sampler,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
-            prefetch_factor=_PREFETCHED if self._num_workers else None,
+            prefetch_factor=prefetched,
             persistent_workers=self._num_workers > 0,
             worker_init_fn=WorkerStart(self._num_workers),
             # A generator of its own: the loader must not draw from the stream that the model's dropout reads.
             generator=torch.Generator(),
         )
 
-    def _delivered(self, delivery: _Delivery) -> None:
+    def _delivered(self, delivery: Delivery) -> None:
         largest = int(delivery.batch.plan.sizes.media_patches.max(initial=0))
         if (budget := self.steps.packing.encoder_budget) < largest and not self._told_of_large_media:
             self._told_of_large_media = True
@@ -282,8 +289,8 @@ class _StepIterator(Iterator[StepBatch]):
     def __init__(self, loader: StepLoader) -> None:
         self._loader: StepLoader | None = loader
         self._batches: Iterator[SharedMemoryBatch | None] | None = None
-        self._coming: Future[_Delivery | None] | None = None
-        self._ahead: deque[_Delivery] = deque()
+        self._coming: Future[Delivery | None] | None = None
+        self._ahead: deque[Delivery] = deque()
         self._next = 0
         self._lock = threading.Lock()
 
@@ -291,12 +298,16 @@ class _StepIterator(Iterator[StepBatch]):
         with self._lock:
             if self._loader is None:
                 raise RuntimeError("This iterator ended when another one of the same StepLoader began; use that one.")
+            if (pace := self._loader._pace) is not None:
+                pace.asked()
             if not self._look_ahead(1):
                 self._loader._has_ended()
                 raise StopIteration
             delivery = self._ahead.popleft()
             self._next = delivery.batch.step + 1
             self._loader._delivered(delivery)
+            if pace is not None:
+                pace.given(delivery.seconds, len(delivery.batch.plan.samples))
             return delivery.batch
 
     def close(self) -> None:
@@ -342,39 +353,6 @@ class _Position(NamedTuple):
     epoch: int
     step: int
     stream: dict[str, Any] | None
-
-
-class _Delivery(NamedTuple):
-    """A batch, and where the stream of samples stands once it was delivered."""
-
-    batch: StepBatch
-    stream: dict[str, Any] | None
-
-
-def _next_batch(
-    batches: Iterator[SharedMemoryBatch | None],
-    prepare: Prepare | None,
-    prepare_media: Callable[[PackedMedia | None], PackedMedia | None] | None,
-) -> _Delivery | None:
-    with fork_lock.loading():
-        if (packed := next(batches, None)) is None:
-            return None
-        batch = packed.open()
-        _ = batch.plan.entries  # computed here, not when the step begins
-        if prepare_media is not None:
-            batch.media = {role: tuple(map(prepare_media, own)) for role, own in batch.media.items()}
-            prepared = {role: prepare_media(media) for role, media in batch.padding_media.items()}
-            batch.padding_media = {role: media for role, media in prepared.items() if media is not None}
-        if prepare is not None:
-            batch.program = prepare(batch)
-        return _Delivery(batch, packed.stream)
-
-
-def _with_inputs(prepare: PrepareMedia, pin_memory: bool, media: PackedMedia | None) -> PackedMedia | None:
-    if media is None or not media.rows:
-        return media
-    inputs = prepare(media)
-    return replace(media, inputs={name: one.pin_memory() for name, one in inputs.items()} if pin_memory else inputs)
 
 
 class _Following:

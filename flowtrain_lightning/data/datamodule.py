@@ -33,6 +33,7 @@ from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
 from flowtrain_lightning.data.media_groups import MediaGroups
+from flowtrain_lightning.data.ray_cluster import LocalRay, Producers, RayCluster, connect_ranks, refuse_without_ray
 from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
 from flowtrain_lightning.data.sampler import Sampling
@@ -105,6 +106,8 @@ class FlowDataModule(L.LightningDataModule):
         augment: changes training images, not videos: ``augment(image, generator)`` gets a Pillow image and a NumPy
             generator seeded from seed, epoch, sample and the image's number in it, and returns a Pillow image.
         num_workers: processes that load, for each loader.
+        producers: ``"ray"`` lets Ray load instead, in ``num_workers`` producers for each loader (0: as many as there
+            are processors for a rank): on the cluster of ``RAY_ADDRESS``, or on this machine while the run lasts.
         protocols: kinds of addresses that records may name images and videos by, beside files, ``gs``, ``hf`` and
             ``s3``: ``["az"]``, as ``fsspec`` calls them.
         ignore_columns: fields of records, or endings of files in a tar shard, that are as if they were not there. What
@@ -140,6 +143,7 @@ class FlowDataModule(L.LightningDataModule):
         index: IndexConfig | None = None,
         augment: Augment | None = None,
         num_workers: int = 0,
+        producers: Producers | None = None,
         protocols: Sequence[str] = (),
         ignore_columns: Sequence[str] = (),
         columns: Columns | None = None,
@@ -156,6 +160,7 @@ class FlowDataModule(L.LightningDataModule):
             check_setting(owner, name, count, int, least)
         check_setting(owner, "global_batch_size", global_batch_size, int | None, least=1)
         check_setting(owner, "seed", seed, int | None, least=0)
+        check_setting(owner, "producers", producers, Producers | None)
         check_setting(owner, "shuffle", shuffle, bool)
         check_setting(owner, "drop_last", drop_last, bool)
         check_setting(owner, "token_steps", token_steps, TokenSteps | None)
@@ -187,6 +192,11 @@ class FlowDataModule(L.LightningDataModule):
         self.index = index or IndexConfig()
         self.augment = augment
         self.num_workers = num_workers
+        self.producers = producers
+        if producers is not None:
+            refuse_without_ray()
+        self._cluster: RayCluster | None = None
+        self._local_ray: LocalRay | None = None
         self.protocols = named_protocols(protocols)
         self.group_by = group_by
         self.keep_features = keep_features
@@ -246,7 +256,7 @@ class FlowDataModule(L.LightningDataModule):
         alone = copy.copy(self)
         if self.trainer is not None:
             alone.read_as(self.trainer.lightning_module)
-        alone.trainer = None
+        alone.trainer = alone.producers = alone._cluster = alone._local_ray = None
         alone._sources = {name: each for name, each in self._sources.items() if not isinstance(each, StreamSource)}
         return alone
 
@@ -300,6 +310,8 @@ class FlowDataModule(L.LightningDataModule):
             _refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
         for name in self._wanted(stage):
             self._sources[name] = self._open(name, media_compared=self.trainer is not None)
+        if self.producers is not None and self._cluster is None:
+            self._cluster, self._local_ray = connect_ranks(self.trainer, self.num_workers)
 
     def train_dataloader(self) -> StepLoader:
         """Steps of training."""
@@ -344,14 +356,21 @@ class FlowDataModule(L.LightningDataModule):
         return self._loader("train").differences(state_dict["train"])
 
     def teardown(self, stage: str | None = None) -> None:
-        """End the workers."""
+        """End the workers, and a Ray that is this run's own."""
         for loader in self._loaders:
             loader.close()
+        self._leave_ray()
 
     def on_exception(self, exception: BaseException) -> None:
         """End the workers, at once: what has failed is told after this hook, and a dead worker must not hold it up."""
         for loader in self._loaders:
             loader.abandon()
+        self._leave_ray(waits=False)
+
+    def _leave_ray(self, *, waits: bool = True) -> None:
+        if self._local_ray is not None:
+            self._local_ray.close(waits=waits)
+        self._cluster = self._local_ray = None
 
     def fingerprint(self, stage: str) -> str:
         """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
@@ -433,6 +452,10 @@ class FlowDataModule(L.LightningDataModule):
             raise DataError(
                 f"{stage} is a stream, which is read in order, but num_workers={self.num_workers}; set it to 0."
             )
+        if self.producers is not None:
+            raise DataError(
+                f"{stage} is a stream, which is read in order, but producers={self.producers!r}; leave it out."
+            )
         return StreamSource(sources[0], measure, self.token_budget, self.index)
 
     def _source(self, name: str) -> JoinedSources | StreamSource:
@@ -469,6 +492,7 @@ class FlowDataModule(L.LightningDataModule):
             steps,
             files=[each.fingerprint for each in (source.sources if isinstance(source, JoinedSources) else [source])],
             num_workers=self.num_workers,
+            cluster=self._cluster,
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(module, "prepare_media", None),

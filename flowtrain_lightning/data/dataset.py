@@ -113,7 +113,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         """
         plan, shard = self.plan(epoch, step, packing), self.shard
         record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
-        for sample in self._needed(plan):  # in their order, since some stores are read forward
+        for sample in self.needed(plan):  # in their order, since some stores are read forward
             record_of(sample)
         microbatches: tuple[PackedBatch | None, ...] = ()
         media: dict[str, tuple[PackedMedia | None, ...]] = {}
@@ -130,7 +130,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 padding_media[role] = read.one_moment(int(items[plan.sizes.media_patches[items].argmin()]))
         return StepBatch(plan, shard, microbatches, media, epoch, step, padding_media)
 
-    def _needed(self, plan: StepPlan) -> list[int]:
+    def needed(self, plan: StepPlan) -> list[int]:
         """The samples of which this rank holds tokens or media, in the order of their source."""
         wanted = np.zeros(len(plan.samples), dtype=bool)
         for role, member in self.shard.own.items():

@@ -139,6 +139,11 @@ class SampleLoader:
         except MediaError as error:
             raise unusable(item, record, error) from error
 
+    def where(self, sample: int) -> str:
+        """The place of a sample, for messages; nothing is read to find it."""
+        place = getattr(self.source, "where", None)
+        return f"sample {sample}" if place is None else str(place(sample))
+
     def _augmentation(self, sample: int, number: int, epoch: int) -> Callable[[Image], Image] | None:
         if self.augment is None:
             return None

@@ -40,12 +40,14 @@ class SharedMemoryBatch:
         block: ``[bytes]`` uint8, all tensors.
         layout: offset in bytes, dtype and shape of every tensor.
         stream: where the stream of samples stands after this step, where steps are cut from one; in JSON types.
+        seconds: that a producer took to make it; None where none did.
     """
 
     body: bytes
     block: Tensor
     layout: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
     stream: dict[str, Any] | None = None
+    seconds: float | None = None
 
     @classmethod
     def of(cls, batch: StepBatch, stream: dict[str, Any] | None = None) -> SharedMemoryBatch:
@@ -153,12 +155,12 @@ def _reduce(batch: SharedMemoryBatch) -> Any:
     if _own_channel is None or not batch.block.numel():
         return batch.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     sent = (_own_channel.number, _own_channel.send(batch.block), batch.block.numel())
-    return _receive, (sent, batch.body, batch.layout, batch.stream)
+    return _receive, (sent, batch.body, batch.layout, batch.stream, batch.seconds)
 
 
-def _receive(sent: tuple[int, int, int], body: bytes, layout: Any, stream: dict[str, Any] | None) -> SharedMemoryBatch:
+def _receive(sent: tuple[int, int, int], body: bytes, *others: Any) -> SharedMemoryBatch:
     number, token, nbytes = sent
-    return SharedMemoryBatch(body, channel(number).receive(token, nbytes), layout, stream)
+    return SharedMemoryBatch(body, channel(number).receive(token, nbytes), *others)
 
 
 ForkingPickler.register(SharedMemoryBatch, _reduce)

@@ -90,6 +90,10 @@ class IndexedSource:
         start, end = self._media_start[number : number + 2].tolist()
         return replace(self._read(number), status=status_of(self._media_found[start:end]))
 
+    def where(self, sample: int) -> str:
+        """The place of the record that this sample is, for messages; nothing is read to find it."""
+        return f"{self.store.path}, record {int(self._records[sample]) + 1}"
+
     def _read(self, number: int) -> Record:
         return self._measure.reaching(self.store.records(number, self._locations[number : number + 1])[0])
 

@@ -82,5 +82,15 @@ class JoinedSources:
 
     def record(self, sample: int) -> Record:
         """The sample as it stands in its source."""
+        source, number = self._owner(sample)
+        return source.record(number)
+
+    def where(self, sample: int) -> str:
+        """The place of a sample, for messages; nothing is read to find it."""
+        source, number = self._owner(sample)
+        place = getattr(source, "where", None)
+        return f"{type(source).__name__}, sample {number}" if place is None else str(place(number))
+
+    def _owner(self, sample: int) -> tuple[SampleSource, int]:
         owner = int(np.searchsorted(self._start, sample, side="right")) - 1
-        return self.sources[owner].record(sample - int(self._start[owner]))
+        return self.sources[owner], sample - int(self._start[owner])

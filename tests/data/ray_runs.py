@@ -1,0 +1,96 @@
+"""Loaders whose steps producers make, what of Ray runs meanwhile, and comparisons to the bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flowtrain_lightning.data import FlowDataModule, StepBatch, StepLoader
+from tests.data.support import data_module
+from tests.paths import python_path
+
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+@contextmanager
+def produced(file: Path, **changes: Any) -> Iterator[tuple[StepLoader, FlowDataModule]]:
+    """A loader whose steps two producers make, unless ``changes`` say otherwise, and its data module."""
+    data = data_module(file, **{"producers": "ray", "num_workers": 2, **changes})
+    try:
+        data.setup("fit")
+        yield data.train_dataloader(), data
+    finally:
+        data.teardown()
+
+
+@contextmanager
+def cluster(folder: Path, **settings: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A Ray cluster of somebody else, on loopback: its address, and the process that ends it."""
+    given = {"include_dashboard": False, "log_to_driver": False, "_temp_dir": str(folder), **settings}
+    given["_system_config"] = {"worker_niceness": 0}
+    code = (
+        f"import ray, sys; ray.init('local', **{given!r}); "
+        "print('at', ray.get_runtime_context().gcs_address, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **ON_LOOPBACK, "PYTHONPATH": python_path()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield next(line.split()[1] for line in process.stdout if line.startswith("at ")), process
+    finally:
+        process.stdin.close()
+        process.wait(60)
+
+
+def epoch_of(loader: StepLoader, epoch: int) -> Iterator[StepBatch]:
+    """The steps of an epoch."""
+    loader.sampler.set_epoch(epoch)
+    return iter(loader)
+
+
+def are_equal(mine: Iterable[StepBatch], theirs: Iterable[StepBatch]) -> bool:
+    """Two series of steps are equal to the bit; raises a ValueError where one is longer."""
+    return all(_bits(one) == _bits(other) for one, other in zip(mine, theirs, strict=True))
+
+
+def _bits(step: StepBatch) -> list[Any]:
+    tensors = [tensor for microbatch in step.microbatches if microbatch is not None for tensor in microbatch.tensors]
+    for media in step.media["encoder"]:
+        tensors += [] if media is None else [media.pixels, media.cu_seqlens, media.grid]
+    return [step.epoch, step.step, *((one.dtype, one.shape, one.contiguous().numpy().tobytes()) for one in tensors)]
+
+
+def processes_of_ray() -> list[psutil.Process]:
+    """Those that this process has started, of Ray and of what speaks to it."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "ray" in " ".join(_command(child))]
+
+
+def producers_alive() -> list[psutil.Process]:
+    """Those in which producers are."""
+    return [child for child in processes_of_ray() if _command(child)[0].startswith("ray::Producer")]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() or [""]
+    except psutil.Error:
+        return [""]
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[str]:
+    """The addresses at which processes admit others."""
+    connections = [one for process in processes for one in process.net_connections("inet")]
+    return {one.laddr.ip.removeprefix("::ffff:") for one in connections if one.status == psutil.CONN_LISTEN}
