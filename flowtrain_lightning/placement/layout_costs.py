@@ -199,4 +199,4 @@ class ReadLayoutCosts(ModelledLayoutCosts):
 
     def batches(self, role: str, lengths: Sequence[IntArray]) -> list[PassTimes]:
         """See `ModelledLayoutCosts`."""
-        return [PassTimes(0.0, 0.0)] * len(lengths) if role == ENCODER else super().batches(role, lengths)
+        return [PassTimes(0.0, 0.0)] * len(lengths) if role != self.allocation.trunk else super().batches(role, lengths)
