@@ -15,13 +15,12 @@ from flowtrain_lightning.allocator import BACKBONE, ENCODER, ModuleDescription, 
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Part
 from flowtrain_lightning.models.built_twin import twin_of
-from flowtrain_lightning.models.described_layers import LayerKind, described_layers
+from flowtrain_lightning.models.described_layers import LayerKind, described_layers, layers_of
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.kept_certificates import certificate_of
 from flowtrain_lightning.models.pretrained import module_class
 from flowtrain_lightning.models.published_config import read_config
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
-from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import role_of
 
 _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
@@ -170,7 +169,7 @@ def _half(module: Any, role: str, seen: _Seen | None) -> Half:
     names = {part: name for name, part in module.named_modules()}
     groups: dict[LayerKind | nn.Module, list[nn.Module]] = {}
     for root in (module.get_submodule(path) for path in module.halves[role]):
-        blocks = repeated_blocks(nn.ModuleList([root]))
+        blocks = layers_of(nn.ModuleList([root]))
         inside = {part for block in blocks for part in block.modules()} - {*blocks}
         for part in root.modules():
             if part in blocks:

@@ -11,10 +11,14 @@ from torch import nn
 from flowtrain_lightning.allocator import PlanningError
 from flowtrain_lightning.allocator.module_parts import Experts, Layers
 from flowtrain_lightning.models.packed_scans import is_scan
+from flowtrain_lightning.parallel.blocks import repeated_blocks
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _HEAD_SIZE = ("head_dim", "head_size", "attention_head_size")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts", "top_k", "num_experts_per_token")
+_NONE = 1
+"""Tokens that the attention of a layer without any spans: each sees itself."""
+
 _GATES = ("gate_proj", "gate_up_proj", "up_gate_proj", "w3")
 """Names of the third matrix of a gated perceptron."""
 
@@ -24,7 +28,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         layer: their class.
-        window: tokens that their attention spans; 1 of a scan, which attends to none; None is the sequence.
+        window: tokens that their attention spans; 1 of a scan or convolution; None is the sequence.
         sizes: of their weights.
     """
 
@@ -43,6 +47,13 @@ class LayerKind(NamedTuple):
         return cls(type(block), _window(block, number), tuple(sorted(tuple(part.shape) for part in block.parameters())))
 
 
+def layers_of(half: nn.Module) -> list[nn.Module]:
+    """Repeated blocks of the kinds that attend or scan, and not perceptrons that a tower has several of."""
+    blocks = repeated_blocks(half)
+    kinds = {type(block) for block in blocks if _attends(block) or _scans(block)}
+    return [block for block in blocks if type(block) in kinds]
+
+
 def described_layers(blocks: Sequence[nn.Module], window: int | None, *, causal: bool) -> Layers:
     """Layers of one kind. What their attention, experts and norms leave of their weights is the perceptron's.
 
@@ -55,7 +66,7 @@ def described_layers(blocks: Sequence[nn.Module], window: int | None, *, causal:
         PlanningError: there is no matrix in them, or no number of heads.
     """
     block = blocks[0]
-    hidden, heads = _hidden(block), _heads(block)
+    hidden, heads = _hidden(block), _heads(block, window)
     key_value = min(_number(block, ("num_key_value_heads",)) or heads, heads)
     names = {name for path, _ in block.named_parameters() for name in path.split(".")}
     matrices = 3 if names & {*_GATES} else 2
@@ -99,8 +110,8 @@ def _hidden(block: nn.Module) -> int:
     return sides.most_common(1)[0][0]
 
 
-def _heads(block: nn.Module) -> int:
-    heads = _number(block, _HEADS)
+def _heads(block: nn.Module, window: int | None) -> int:
+    heads = _number(block, _HEADS) or (1 if window == _NONE else None)
     if heads is None:
         raise PlanningError(
             f"{type(block).__name__} does not say how many heads it has ({', '.join(_HEADS)}). Give the module's "
@@ -126,9 +137,17 @@ def _experts(block: nn.Module, hidden: int, matrices: int) -> Experts | None:
     return Experts(count, min(_number(block, _CHOSEN) or 1, count), width)
 
 
+def _attends(block: nn.Module) -> bool:
+    return any("attn" in name or "attention" in name for name, _ in block.named_modules())
+
+
+def _scans(block: nn.Module) -> bool:
+    return any(is_scan(part) for part in block.modules())
+
+
 def _window(block: nn.Module, number: int) -> int | None:
-    if any(is_scan(part) for part in block.modules()):
-        return 1
+    if _scans(block) or not _attends(block):
+        return _NONE
     for part in block.modules():
         config: Any = getattr(part, "config", None)
         full = getattr(config, "fullatt_block_indexes", None)
@@ -136,6 +155,8 @@ def _window(block: nn.Module, number: int) -> int | None:
             return int(config.window_size // config.patch_size) ** 2
         if isinstance(window := getattr(part, "sliding_window", None), int) and window > 0:
             return window
+        if isinstance(side := getattr(part, "window_size", None), int) and side > 0:  # of SAM's towers, in patches
+            return side**2
     return None
 
 

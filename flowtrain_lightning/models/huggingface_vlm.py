@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.compute.cross_entropy import summed_cross_entropy
 from flowtrain_lightning.data import Features, FlowDataModule, PackedBatch
+from flowtrain_lightning.models.between_samples import refuse_balancing_loss, refuse_growing_positions
 from flowtrain_lightning.models.cached_generation import generate_with_cache, takes_cache
 from flowtrain_lightning.models.checked_twin import checked_twin
 from flowtrain_lightning.models.family_traits import token_kinds
@@ -122,6 +123,7 @@ class HuggingFaceVLM(ReadingModule):
         self._source = model if isinstance(model, str | Path) else None
         config = read_config(model)
         self.check_config(config)
+        refuse_balancing_loss(config)
         if generation is None and self._source is not None:
             generation = read_generation(self._source)
         self.save_hyperparameters(
@@ -205,6 +207,7 @@ class HuggingFaceVLM(ReadingModule):
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
         self.model.train()  # from_pretrained leaves it in evaluation mode
         self.pack_backbone()
+        refuse_growing_positions(self._text)
         if self.hparams["kernels"] == "liger":
             use_kernels(self.model)
         if self.hparams["adapters"] is not None:

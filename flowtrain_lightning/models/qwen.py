@@ -36,20 +36,6 @@ class QwenVLM(HuggingFaceVLM):
     projector: ClassVar[tuple[str, ...]] = ("model.model.visual.merger", "model.model.visual.deepstack_merger_list")
     encodes_moments_apart: ClassVar[bool] = True
 
-    def check_config(self, config: Any) -> None:
-        """Refuses configs of other families, and mixtures whose experts are to be balanced by a loss of their own.
-
-        Raises:
-            ValueError: says what to set.
-        """
-        super().check_config(config)
-        if getattr(config.get_text_config(), "output_router_logits", False):
-            raise ValueError(
-                "The model's config has output_router_logits on, which adds a loss that balances the experts over all "
-                "tokens of a batch. It would depend on how samples are packed, and is not computed here: set "
-                "text_config.output_router_logits to false."
-            )
-
     def configure_whole(self) -> None:
         """Builds the model; its tower attends within all images of an encoder batch at once."""
         super().configure_whole()

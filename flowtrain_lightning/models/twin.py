@@ -226,6 +226,8 @@ def _shrink_images(part: dict[str, Any]) -> None:
     for name in ("image_seq_length", "mm_tokens_per_image"):
         if isinstance(part.get(name), int):
             part[name] = 4
+    if "global_attn_indexes" in part and isinstance(part.get("window_size"), int):  # in patches
+        part["window_size"] = min(part["window_size"], _PATCHES // 2)
     if isinstance(part.get("projector_patch_to_query_dict"), Mapping):
         part["projector_patch_to_query_dict"] = {_PATCHES**2: 4}
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowtrain_lightning.models import read_config
+from flowtrain_lightning.models.found_traits import traits_of
 from tests.exactness.compare import Run, error, read_run, without_key_biases
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
-from tests.models.without_a_class import WITHOUT_A_CLASS
+from tests.models.without_a_class import WITHOUT_A_CLASS, family_of
 
 pytest.importorskip("transformers")
 
@@ -25,6 +27,12 @@ LORA_OF_EXPERTS = {
     "target_modules": ["q_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
+IN_PART = {
+    "adapted and recomputed": {"adapters": LORA, "recompute": True},
+    "frozen and recomputed": {"frozen": "encoder", "recompute": "selective"},
+}
+"""Ways to train a part of a model. A half that is named as frozen stands for its modules."""
+
 FAMILIES_IN_PARTS = [
     "qwen2_vl, tied",
     "llava_onevision",
@@ -39,12 +47,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     write_steps(folder / "data")
 
     @cache
-    def trained(family: str, layout: str, adapted: bool = False) -> Path:
-        name = f"{family} {layout}{' adapted' * adapted}"
+    def trained(family: str, layout: str, adapted: bool = False, in_part: str = "") -> Path:
+        name = f"{family} {layout}{' adapted' * adapted} {in_part}".strip()
         adapters = (LORA_OF_EXPERTS if "moe" in family else LORA) if adapted else None
         roles = {role: {"shard": "fsdp"} for role in ("encoder", "backbone")} if "sharded" in layout else None
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "adapters": adapters}
-        arguments |= {"roles": roles}
+        arguments |= {"roles": roles, **IN_PART.get(in_part, {})}
+        if "frozen" in arguments:
+            arguments["frozen"] = traits_of(read_config(family_of(family).config)).halves[arguments["frozen"]]
         job = Job(name, "tests.models.training:train", ranks_of(layout), arguments)
         return run_jobs(folder, [job])[name].check().folder
 
@@ -97,6 +107,25 @@ def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained,
     assert error(found.gradients[0], expected.gradients[0]) <= (1e-6 if family == "qwen3_5" else 1e-12)
     # AdamW makes whole steps of weights whose gradients are rounding alone, and later steps magnify that.
     assert found.losses == pytest.approx(expected.losses, rel=1e-4 if family == "qwen3_5" else 1e-7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("in_part", IN_PART)
+@pytest.mark.parametrize("layout", ["1+1", "2+2 sharded"])
+@pytest.mark.parametrize("family", WITHOUT_A_CLASS)
+def test_so_do_its_adapters_and_what_is_left_of_frozen_halves(trained, family, layout, in_part):
+    if in_part.startswith("adapted"):
+        pytest.importorskip("peft")
+    found, expected = (read_run(trained(family, each, in_part=in_part)) for each in (layout, "auto"))
+    assert error(found.initial, expected.initial) == 0.0
+    assert error(found.gradients[0], expected.gradients[0]) <= (1e-6 if family == "qwen3_5" else 1e-12)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4 if family == "qwen3_5" else 1e-7)
+    learned = {name for name, gradient in expected.gradients[0].items() if gradient is not None}
+    assert learned
+    assert all("lora_" in name for name in learned) == in_part.startswith("adapted")
+    if in_part.startswith("frozen"):
+        halves = traits_of(read_config(family_of(family).config)).halves
+        assert not any(name.removeprefix("model.").startswith(halves["encoder"]) for name in learned)
 
 
 def assert_equal(found: Run, expected: Run) -> None:

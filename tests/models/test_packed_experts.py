@@ -103,10 +103,3 @@ def test_a_folder_that_keeps_experts_transposed_is_read(tmp_path):
     assert len(expected) == 4
     assert turned.keys() >= expected.keys()
     assert all(found[name].equal(weight) for name, weight in expected.items())
-
-
-def test_a_loss_that_balances_experts_over_a_batch_is_refused():
-    family = FAMILIES["qwen3_vl_moe"]
-    asked_for = {**family.config["text_config"], "output_router_logits": True}
-    with pytest.raises(ValueError, match=r"output_router_logits on, .* would depend on how samples are packed"):
-        family.kind({**family.config, "text_config": asked_for})
