@@ -371,7 +371,7 @@ def _next_batch(
 
 
 def _with_inputs(prepare: PrepareMedia, pin_memory: bool, media: PackedMedia | None) -> PackedMedia | None:
-    if media is None or not media.rows:
+    if media is None or not media.rows or media.items:  # nothing of what is generated is encoded
         return media
     inputs = prepare(media)
     return replace(media, inputs={name: one.pin_memory() for name, one in inputs.items()} if pin_memory else inputs)
