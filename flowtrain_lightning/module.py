@@ -21,7 +21,7 @@ from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
-from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, StepBatch
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, StepBatch
 from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
@@ -95,7 +95,13 @@ class FlowModule(L.LightningModule):
             who computes it and, where nothing of the encoder half trains, how far ahead of the backbone that is: see
             the guide on projectors.
         edges: modality -> the half that encodes it and the half that reads the features and computes the loss; not
-            needed with the names above.
+            needed with the names above. An edge that leaves that half leads to one that generates: ``"generated"`` is
+            the modality of images whose part of a record says ``"generate": true``.
+        loss_weights: half -> the weight of its loss, of a module whose half ``"generator"`` has a loss beside the
+            backbone's; 1 where it is missing. Each loss is divided by its own count over all ranks.
+        condition_rows: places that an image to be generated has among the tokens, see ``condition``.
+        values_per_patch: numbers that ``generator_loss`` counts for each patch of an image, where they are others than
+            the patch has, as those of latents are.
         max_new_tokens: how many tokens ``generate`` adds at most.
         end_token: the id at which ``generate`` ends a sequence, or None.
         couples: what of it may couple samples of a batch, see `flowtrain_lightning.check`; by default nothing.
@@ -105,6 +111,9 @@ class FlowModule(L.LightningModule):
 
     halves: Mapping[str, tuple[str, ...]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
     edges: Mapping[str, tuple[str, str]] = {}
+    loss_weights: Mapping[str, float] = {}
+    condition_rows: int = 64
+    values_per_patch: int | None = None
     max_new_tokens: int = 32
     end_token: int | None = None
     couples: Collection[Coupling] = ()
@@ -136,8 +145,12 @@ class FlowModule(L.LightningModule):
         """Builds the modules of the backbone half. See `configure_encoder`."""
         raise NotImplementedError(f"{type(self).__name__} must define configure_backbone, or configure_whole.")
 
+    def configure_generator(self) -> None:
+        """Builds the modules of the generator half, if there is one. See `configure_encoder`."""
+        raise NotImplementedError(f"{type(self).__name__} must define configure_generator, or configure_whole.")
+
     def configure_whole(self) -> None:
-        """Builds both halves at once, instead of the two methods above.
+        """Builds all halves at once, instead of the methods above.
 
         For models that exist in one piece, with their halves named by path in ``halves``. Every rank then builds
         everything for a moment before it gives up what it does not need.
@@ -194,6 +207,29 @@ class FlowModule(L.LightningModule):
         """The backbone's outputs -> the loss **summed** over target tokens, and their number."""
         raise NotImplementedError(f"{type(self).__name__} must define loss.")
 
+    def condition(self, outputs: Any, batch: PackedBatch) -> Tensor | tuple[Tensor, ...]:
+        """Backbone ranks: the backbone's outputs -> what the generator reads of them.
+
+        Returns:
+            ``[len(batch.condition_positions), ...]``, or a tuple of such tensors: a row for each place that an image to
+            be generated has among the tokens, in order; no rows where the microbatch has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define condition.")
+
+    def generator_loss(
+        self, items: PackedTargets, condition: Tensor | tuple[Tensor, ...]
+    ) -> tuple[Tensor, int | Tensor]:
+        """Generator ranks: images as they should become, and what is known of them -> the loss **summed**, and a count.
+
+        Args:
+            items: of any microbatches, packed. Random numbers are to come from it: `PackedTargets.normal_like`.
+            condition: what ``condition`` returned for these items, in their order.
+
+        Returns:
+            the loss and the number of values over which it was summed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define generator_loss.")
+
     def backbone_step(self, batch: PackedBatch, features: Features, stage: str) -> Any:
         """One microbatch on a backbone rank.
 
@@ -203,15 +239,17 @@ class FlowModule(L.LightningModule):
             stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
 
         Returns:
-            the summed loss and the number of target tokens; for ``"predict"`` anything, by default what
-            ``generate`` returns.
+            the summed loss and the number of target tokens, and behind these what ``condition`` returns where there is
+            a generator; for ``"predict"`` anything, by default what ``generate`` returns.
         """
         if stage == "predict":
             return self.generate(batch, features)
         backbone = self.get_submodule(self.halves[self.role_graph.trunk][0])
         with shared_tokens(len(batch.tokens)) as own:  # None but where context ranks share sequences
             if own is None:
-                return self.loss(backbone(**self.merge(batch, features)), batch)
+                outputs = backbone(**self.merge(batch, features))
+                loss = self.loss(outputs, batch)
+                return (*loss, self.condition(outputs, batch)) if self.role_graph.behind else loss
             arguments = self.slice_tokens(self.merge(batch, with_summed_gradients(features)), own)
             return self.loss(backbone(**arguments), batch.slice_tokens(own))
 
@@ -399,6 +437,8 @@ class FlowModule(L.LightningModule):
         loss = torch.tensor(report.loss, dtype=dtype, device="cpu")
         weight = max(int(report.tokens), 1)
         values = {f"{stage}_loss": report.loss, **report.values}
+        for role, (mean, count) in report.losses.items():
+            super().log(f"{stage}_{role}_loss", loss.new_tensor(mean), batch_size=max(int(count), 1), sync_dist=False)
         for name, value in values.items():
             options = {"prog_bar": True} if name not in report.options else dict(report.options[name])
             options |= {"batch_size": weight, "sync_dist": False, "rank_zero_only": False}

@@ -259,7 +259,9 @@ class FlowTrainStrategy(RoleCheckpoints):
             self.world_size, self.num_nodes, self.ranks_per_device, self.flow_module.role_graph
         )
         if given is not None:
-            return PlacementDecision(given, "there is one rank" if self.world_size == 1 else "it was asked for")
+            by_rule = "that is the rule where a role generates, and nothing else was asked for"
+            asked = by_rule if self._request.is_open else "it was asked for"
+            return PlacementDecision(given, "there is one rank" if self.world_size == 1 else asked)
         assert self._rank_launcher is not None
         context = LaunchContext(
             self.flow_module.trainer,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.data import FlowDataModule
@@ -49,3 +51,23 @@ def test_a_module_of_two_encoders_trains_on_images_of_a_file_and_audio_of_a_sour
     exec(STRATEGY, names)
     allocation, graph = read_plan(Path("allocation.yaml")), names["SeesAndHears"]().role_graph
     assert make_request("allocation.yaml", None, None, "auto").answer(8, graph=graph) == allocation.bound(graph)
+
+
+def test_a_module_with_a_generator_learns_to_draw_what_records_have_generated(tmp_path):
+    (section,) = re.findall(r"## A generator behind the backbone\n(.*?)\n## ", PAGE, flags=re.DOTALL)
+    (module,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (part,) = re.findall(r'`(\{"type": "image".*?\})`', section)
+    names: dict[str, Any] = {}
+    exec(MODULE, names)
+    exec(module, names)
+    write_records(tmp_path, 4)
+    Image.new("RGB", (56, 56)).save(tmp_path / "cat.png")
+    turns = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [json.loads(part)]}]
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": turns}) + "\n")
+    data = FlowDataModule(tmp_path / "train.jsonl", token_budget=512, global_batch_size=5, tokenizer=CharTokenizer())
+    model, trainer = names["Draws"](), trainer_for("auto", max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+    trainer.fit(model, data)
+    assert float(trainer.callback_metrics["train_generator_loss"]) > 0
+    for trained in (model.drawer.weight, model.queries.weight):
+        assert trained.grad.abs().sum() > 0

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.allocator import ROLES
-from flowtrain_lightning.compute.compute import Compute, FeatureSpec
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf
 from flowtrain_lightning.parallel.halves import half_parameters

@@ -116,7 +116,7 @@ class Allocation:
 
     def own_members(self, rank: int) -> dict[str, int]:
         """Role of global ``rank`` -> the data-parallel member to which it belongs, the trunk first."""
-        places = {role: self.member_of(role, rank) for role in (self.trunk, *self.producers)}
+        places = {role: self.member_of(role, rank) for role in (self.trunk, *self.graph.behind, *self.producers)}
         return {role: member for role, member in places.items() if member is not None}
 
     def step_members(self, nodes: int = 1) -> StepMembers:

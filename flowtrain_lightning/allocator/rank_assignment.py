@@ -25,17 +25,18 @@ def default_allocation(
 ) -> Allocation:
     """Allocate replicated data-parallel roles by rule.
 
-    One device has all roles, and so have devices too few for each role to have one. On more, a quarter of the ranks,
-    but at least one for each role that encodes, only encodes. These are the last ranks of each node, so that features
-    stay within the node; where they do not divide evenly the last nodes have one more. Where ranks share devices, one
-    of each device encodes. Rank 0 always has the trunk, such as the backbone.
+    One device has all roles; so have devices too few for each role to have one, and those of a module with a role
+    behind the trunk. On more, a quarter of the ranks, but at least one for each role that encodes, only encodes. These
+    are the last ranks of each node, so that features stay within the node; where they do not divide evenly the last
+    nodes have one more. Where ranks share devices, one of each device encodes. Rank 0 always has the trunk, such as the
+    backbone.
 
     Args:
         devices: ranks in all.
         placement: ``"colocated"`` gives all roles to every rank, ``"separate"`` one to each, and with ``"mixed"`` the
             ranks of the trunk encode too; None follows the rule.
         encoder_ranks: how many ranks only encode, which roles that encode share as evenly as they can; or role ->
-            how many encode for it alone. None follows the rule.
+            how many encode for it alone. None follows the rule. A role behind the trunk has a quarter of the ranks.
         devices_per_node: ranks of each node; None means that all are on one node.
         ranks_per_device: ranks that share a device. Encoder ranks are spread over as many devices as there are.
         graph: the roles.
@@ -47,22 +48,24 @@ def default_allocation(
     _refuse_bad_settings(devices, placement, encoder_ranks, per_node, graph)
     producers, left_open = graph.producers, placement is None and encoder_ranks is None
     everyone = tuple(range(devices))
-    if placement == "colocated" or (left_open and devices <= max(1, len(producers))):
+    if placement == "colocated" or (left_open and (graph.behind or devices <= max(1, len(producers)))):
         return _replicated("colocated", dict.fromkeys(graph.roles, everyone), graph)
     share = BACKBONE_SHARE if ranks_per_device == 1 else ranks_per_device
     only = max(len(producers), devices // share) if encoder_ranks is None else encoder_ranks
     counts = {role: only[role] for role in producers} if isinstance(only, Mapping) else _evenly(only, producers)
+    counts |= dict.fromkeys(graph.behind, max(1, devices // share))
     encoding = sum(counts.values())
     if encoding >= devices:
         raise AllocationError(
-            f"{encoding} encoder ranks leave no {graph.trunk} rank on {_devices(devices)}; use at most {devices - 1}."
+            f"{encoding} {'other' if graph.behind else 'encoder'} ranks leave no {graph.trunk} rank on "
+            f"{_devices(devices)}; use at most {devices - 1}."
             if devices > 1
             else 'Ranks of one role need at least 2 devices, but there is 1; use placement="colocated".'
         )
     encoders = _last_of_each_node(encoding, devices // per_node, per_node, ranks_per_device)
     trunk = tuple(rank for rank in everyone if rank not in encoders)
     if placement == "mixed":
-        return _replicated("mixed", {**dict.fromkeys(producers, everyone), graph.trunk: trunk}, graph)
+        return _replicated("mixed", {**dict.fromkeys(graph.roles, everyone), graph.trunk: trunk}, graph)
     if missing := [role for role in producers if not counts.get(role)]:
         raise AllocationError(
             f"With encoder_ranks={encoder_ranks} the {missing[0]} has no rank of its own; give each of "

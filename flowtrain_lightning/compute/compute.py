@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,67 +16,21 @@ from torch import Tensor
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.compute.copy_stream import CopyStream
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
-from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.parallel.random_streams import enter_stream
-from flowtrain_lightning.pool import entry_nbytes
 
 _COPY_STREAMS = 4
 _NOTHING = nullcontext()
 
-_Packed = TypeVar("_Packed", PackedMedia, PackedBatch)
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """Shape and type of one row of features.
-
-    Attributes:
-        shapes: shape of a row of each tensor.
-        dtypes: dtype of each tensor.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-
-    @classmethod
-    def of(cls, features: tuple[Tensor, ...]) -> FeatureSpec:
-        """The spec of some features."""
-        return cls(tuple(tuple(f.shape[1:]) for f in features), tuple(f.dtype for f in features))
-
-    def describes(self, features: tuple[Tensor, ...]) -> bool:
-        """Whether rows of these features are of this kind."""
-        if len(features) != len(self.shapes):
-            return False
-        for feature, shape, dtype in zip(features, self.shapes, self.dtypes, strict=True):
-            if feature.dtype != dtype or feature.shape[1:] != shape:
-                return False
-        return True
-
-    def no_rows(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Features of no media item, on a device."""
-        return tuple(
-            torch.empty((0, *shape), dtype=dtype, device=device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
-
-    def entry_nbytes(self, rows: Sequence[int]) -> list[int]:
-        """Bytes of the pool that entries of so many rows take."""
-        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
-        return [entry_nbytes([count * width for width in widths]) for count in rows]
-
-    def __str__(self) -> str:
-        return " and ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
-
-
-FeatureSpecs = Mapping[str, FeatureSpec]
-"""Modality -> what a row of its features is."""
+_Packed = TypeVar("_Packed", PackedMedia, PackedBatch, PackedTargets)
 
 
 def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
@@ -95,6 +47,9 @@ class UserMethods(HalvedModule, Protocol):
     def backbone_step(self, batch: PackedBatch, features: Features, stage: str) -> Any:
         """One microbatch -> summed loss and number of target tokens, or a prediction."""
 
+    def generator_loss(self, items: PackedTargets, condition: Any) -> tuple[Tensor, int | Tensor]:
+        """What is to be generated, and rows of the backbone's outputs -> summed loss and number of values."""
+
     def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
         """Inside, ``log`` collects into ``metrics``."""
 
@@ -108,6 +63,8 @@ class Compute:
     Attributes:
         metrics: one accumulator for each stage, since a name may be logged with other options in validation than in
             training.
+        metrics_behind: role behind the trunk -> the same for its own loss.
+        patch_dims: role behind the trunk -> numbers of a patch of what it generates, once it is known.
         specs: modality -> what a row of features was found to be, for which bytes are reserved; none where nobody
             reserves any.
         copies: role -> streams for what comes through the pool: batches that wait at the same time take one each. Roles
@@ -135,6 +92,10 @@ class Compute:
         self._casts = WeightCasts(device.type)
         self._keeps_casts = frozenset(keeps_casts)
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
+        self.metrics_behind: defaultdict[str, defaultdict[str, MetricAccumulator]] = defaultdict(
+            lambda: defaultdict(MetricAccumulator)
+        )
+        self.patch_dims: dict[str, int] = {}
         self.specs: dict[str, FeatureSpec] = {}
         self.copies = {role: [CopyStream(device) for _ in range(_COPY_STREAMS)] for role in engines}
         self._inputs = CopyStream(device)
@@ -142,6 +103,7 @@ class Compute:
         self._name = type(module).__name__
         self._convert_input = trainer.precision_plugin.convert_input
         self._trunk = module.role_graph.trunk
+        self._generated = module.role_graph.generated
         self._context_check = self._make_context_check()
         self._kept = KeptFeatures(module)
 
@@ -188,7 +150,7 @@ class Compute:
                 )
         spec = self.specs.get(media.modality)
         if spec is not None and not spec.describes(features):
-            self._refuse_wider_rows(features, spec)
+            self._refuse_wider_rows("encode returned features", features, spec)
         return features
 
     def microbatch(
@@ -201,26 +163,79 @@ class Compute:
         number: int,
         counts: bool = True,
     ) -> Any:
-        """The user's ``backbone_step``: the summed loss, or what it returns for predictions.
+        """The user's ``backbone_step``: the summed loss, or what it returns for predictions."""
+        return self.microbatch_and_rows(batch, features, stage=stage, step=step, number=number, counts=counts)[0]
+
+    def microbatch_and_rows(
+        self,
+        batch: PackedBatch,
+        features: Features,
+        *,
+        stage: str,
+        step: tuple[int, int],
+        number: int,
+        counts: bool = True,
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """The user's ``backbone_step``: the summed loss, or what it returns for predictions; and rows that others read.
 
         The loss, its target tokens and the logged values go into the stage's metrics; the loss is returned to be
         differentiated.
 
         Raises:
-            TypeError: a step with a loss returned something else than one summed loss and a number of tokens.
+            TypeError: a step with a loss returned something else than one summed loss and a number of tokens, and rows
+                where some role reads them.
+            ValueError: the rows are not as many as what is to be generated has places in the microbatch.
         """
         if batch.tokens.device != self.device:
             batch = self._fetched(batch)
         enter_stream(self._trunk, *step, number)
         if stage == "predict":
             with self._module.logging_refused("predictions"):
-                return self._call(self._trunk, self._module.backbone_step, batch, features, stage)
+                return self._call(self._trunk, self._module.backbone_step, batch, features, stage), ()
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics):
             output = self._call(self._trunk, self._module.backbone_step, batch, features, stage)
-        loss, tokens = self._checked(output)
+        rows = self._checked_rows(output, batch) if self._generated else ()
+        loss, tokens = self._checked(output[:2] if rows else output)
         metrics.close_microbatch(loss, tokens)
+        return loss, rows
+
+    def generate(
+        self,
+        role: str,
+        items: PackedTargets,
+        condition: tuple[Tensor, ...],
+        *,
+        stage: str,
+        number: int,
+        counts: bool = True,
+    ) -> Tensor:
+        """The user's ``generator_loss``: the summed loss, to be differentiated. It goes into the metrics of the role.
+
+        Args:
+            role: behind the trunk.
+            items: what is to be generated.
+            condition: rows of the trunk's outputs, in the order of the items.
+            stage: whose metrics it goes to.
+            number: which batch of the step it is, counted over all members of the role; it names the random stream of
+                what does not take its numbers from the items.
+            counts: it goes there.
+
+        Raises:
+            TypeError: it returned something else than one summed loss and a number of values.
+        """
+        if items.values.device != self.device:
+            items = self._fetched(items)
+        self.patch_dims[role] = items.values.shape[1]
+        items = items.with_values(self._convert_input(items.values))
+        enter_stream(role, items.epoch, items.step, number)
+        metrics = self.metrics_behind[role][stage] if counts else MetricAccumulator()
+        with self._module.logging_into(metrics):
+            given = condition[0] if len(condition) == 1 else condition
+            output = self._call(role, self._module.generator_loss, items, given)
+        loss, count = self._checked(output, "generator_loss")
+        metrics.close_microbatch(loss, count)
         return loss
 
     def check_context(self, batch: PackedBatch, features: Features) -> None:
@@ -244,15 +259,40 @@ class Compute:
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
         return ContextCheck(step, half, engine, LossInParts(self._module), partial(kept_metrics, self._module))
 
-    def _checked(self, output: Any) -> tuple[Tensor, int | float | Tensor]:
-        """Checks the loss and the number of targets that ``backbone_step`` returned."""
+    def _checked_rows(self, output: Any, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Checks the rows that ``backbone_step`` returned beside the loss and its count."""
+        places = sum(len(batch.media_positions.get(modality, ())) for modality in self._generated)
+        match output:
+            case (_, _, Tensor() as rows):
+                found: tuple[Tensor, ...] = (rows,)
+            case (_, _, (Tensor(), *_) as several):
+                found = tuple(several)
+            case _:
+                raise TypeError(
+                    f"{self._name}.backbone_step returned {_described(output)}; where a role reads rows of its "
+                    "outputs, return three: the summed loss, the number of target tokens, and what `condition` returns."
+                )
+        for rows in found:
+            if rows.shape[0] != places:
+                raise ValueError(
+                    f"{self._name}.condition returned {rows.shape[0]} rows for a microbatch in which images that are "
+                    f"to be generated have {places} places. Return a row for each of `batch.condition_positions`, in "
+                    "order."
+                )
+        spec = self.specs.get(next(iter(self._generated)))
+        if spec is not None and not spec.describes(found):
+            self._refuse_wider_rows("condition returned rows", found, spec)
+        return found
+
+    def _checked(self, output: Any, method: str = "loss (or backbone_step)") -> tuple[Tensor, int | float | Tensor]:
+        """Checks the loss and the number of targets that a method returned."""
         match output:
             case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
                 if loss.is_meta and self.device.type != "meta":
                     raise RuntimeError(self._explained(self._trunk, "The loss is on device meta and has no value."))
             case _:
                 raise TypeError(
-                    f"{self._name}.loss (or backbone_step) returned {_described(output)}; return a pair: the loss "
+                    f"{self._name}.{method} returned {_described(output)}; return a pair: the loss "
                     "summed over the target tokens, a tensor of one element, and the number of these tokens."
                 )
         return loss, tokens
@@ -306,11 +346,11 @@ class Compute:
         self._inputs.hand_over(there.tensors)
         return there
 
-    def _refuse_wider_rows(self, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
+    def _refuse_wider_rows(self, returned: str, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
         found, rows = FeatureSpec.of(features), [features[0].shape[0]]
         if found.entry_nbytes(rows) > expected.entry_nbytes(rows):
             raise ValueError(
-                f"{self._name}.encode returned features of {found}, but of {expected} when it was tried before the "
+                f"{self._name}.{returned} of {found}, but of {expected} when it was tried before the "
                 "first step, in evaluation mode, to reserve bytes for them. Return as many tensors, as wide and of the "
                 "same type, in training and in evaluation."
             )

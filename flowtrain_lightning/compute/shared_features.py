@@ -12,6 +12,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.batches_behind import generated_items
 from flowtrain_lightning.packing.role_graph import RoleGraph
 
 
@@ -58,6 +59,8 @@ class SharedFeatures:
         """The features that a microbatch reads, in the order of its media items."""
         batch = self._batch
         for number, media in batch.read_by(microbatch):
+            if media.modality in self._graph.generated:
+                continue
             role = self._graph.producer_of(media.modality)
             outputs = self._compute.encode(role, media, step=(batch.epoch, batch.step), number=self._stream(number))
             read = tuple(each.detach().requires_grad_() if each.requires_grad else each for each in outputs)
@@ -84,4 +87,5 @@ class SharedFeatures:
         member, start = self._batch.shard.own[plan.graph.trunk], plan.sizes.media_start
         media = [np.arange(start[s], start[s + 1]) for s in plan.microbatches[member][microbatch]]
         own = np.concatenate([np.empty(0, np.int64), *media])
+        own = own[~np.isin(own, generated_items(plan.sizes, self._graph))]
         return own if plan.encoded_as is None else plan.encoded_as[own]

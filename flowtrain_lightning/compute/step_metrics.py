@@ -28,12 +28,13 @@ class StepReport:
     """Results of a step that all ranks know when it is over.
 
     Attributes:
-        loss: mean loss over the target tokens of all ranks.
+        loss: mean loss over the target tokens of all ranks; of several losses, the weighed sum of their means.
         tokens: target tokens on all ranks.
         stop: somebody was asked to end (SIGTERM).
         values: logged name -> mean over all ranks, weighted by target tokens.
         options: logged name -> the keyword arguments of ``log``.
         notes: what ranks had to tell of the step, in JSON types; see `runtime.step_end`.
+        losses: of several losses, role -> the mean of its own and over how many it was taken.
     """
 
     loss: float
@@ -42,6 +43,7 @@ class StepReport:
     values: dict[str, float] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: tuple[dict[str, Any], ...] = ()
+    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class MetricAccumulator:

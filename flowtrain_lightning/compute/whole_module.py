@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import lightning as L
 import torch
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
+from flowtrain_lightning.compute.joint_losses import JointLosses, WeighedModule
 from flowtrain_lightning.compute.shared_features import SharedFeatures
 from flowtrain_lightning.compute.step_metrics import StepReport
-from flowtrain_lightning.data import Features, StepBatch
+from flowtrain_lightning.data import Features, PackedTargets, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
 from flowtrain_lightning.parallel.sealed_messages import gather_over
 
 
-class WholeModule(UserMethods, HalvedModule, Protocol):
+class WholeModule(UserMethods, WeighedModule, Protocol):
     """The methods of a module that a runner of both halves calls; `FlowModule` has them."""
 
     def zero_grad(self, set_to_none: bool = ...) -> None:
@@ -30,6 +31,13 @@ class WholeModule(UserMethods, HalvedModule, Protocol):
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
         """Logs a step's report, and returns its mean loss."""
+
+
+class _Loss(NamedTuple):
+    """A summed loss, and the gradient of it."""
+
+    loss: Tensor
+    seed: float
 
 
 class WholeModuleRunner:
@@ -44,6 +52,7 @@ class WholeModuleRunner:
         self.trainer = trainer
         self._module = module
         self._graph = module.role_graph
+        self._losses = JointLosses(module)
         self._engines = {role: ReplicatedHalf(half_parameters(module, role)) for role in self._graph.roles}
         self._compute = Compute(module, trainer, trainer.strategy.root_device, self._engines)
         self._no_sync = ExitStack()
@@ -53,7 +62,7 @@ class WholeModuleRunner:
         refuse_accumulation(self.trainer)
         refuse_all_frozen(self._module)
         self._silence_ddp()
-        self._compute.metrics["train"].clear()
+        self._forget("train")
         self._module.zero_grad(set_to_none=True)
         for engine in self._engines.values():
             engine.begin_step()
@@ -61,30 +70,33 @@ class WholeModuleRunner:
         shared = self._shared_features(batch)
         with own_streams():
             for number in range(len(batch.microbatches)):
-                loss = self._microbatch(batch, number, "train", shared)
-                if loss is not None and loss.requires_grad:
-                    self._compute.backward(self._graph.trunk, (loss,), (torch.ones_like(loss),), last=number == final)
+                seeded = [each for each in self._losses_of(batch, number, "train", shared) if each.loss.requires_grad]
+                if seeded:
+                    losses = tuple(each.loss for each in seeded)
+                    seeds = tuple(torch.full_like(each.loss, each.seed) for each in seeded)
+                    self._compute.backward(self._graph.trunk, losses, seeds, last=number == final)
                 if shared is not None:
                     shared.give_back(number)
         report = self._agree("train")
+        self._losses.refuse_other_counts(batch.plan, report, self._compute.patch_dims)
         for engine in self._engines.values():
-            engine.finish_gradients(1 / max(report.tokens, 1))
+            engine.finish_gradients(self._losses.scale(report))
         return self._module.log_report("train", report)
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
         """All microbatches forward, without gradients; returns the mean loss over target tokens."""
-        self._compute.metrics[stage].clear()
+        self._forget(stage)
         shared = self._shared_features(batch)
         with own_streams():
             for number in range(len(batch.microbatches)):
-                self._microbatch(batch, number, stage, shared)
+                self._losses_of(batch, number, stage, shared)
         return self._module.log_report(stage, self._agree(stage))
 
     def predict_step(self, batch: StepBatch, batch_idx: int) -> list[Any]:
         """Returns the results of ``backbone_step`` for each microbatch."""
         shared, numbers = self._shared_features(batch), range(len(batch.microbatches))
         with own_streams():
-            outputs = [self._microbatch(batch, number, "predict", shared) for number in numbers]
+            outputs = [self._microbatch(batch, number, "predict", shared)[0] for number in numbers]
         self._compute.end_step()
         return [output for output in outputs if output is not None]
 
@@ -96,13 +108,38 @@ class WholeModuleRunner:
         """The value itself: under plain Lightning every rank has results of its own."""
         return value
 
-    def _microbatch(self, batch: StepBatch, number: int, stage: str, shared: SharedFeatures | None) -> Any:
+    def _microbatch(
+        self, batch: StepBatch, number: int, stage: str, shared: SharedFeatures | None
+    ) -> tuple[Any, tuple[Tensor, ...]]:
         packed = batch.microbatches[number]
         if packed is None:
-            return None
+            return None, ()
         step = batch.epoch, batch.step
         features = self._features(batch, number) if shared is None else shared.of(number)
-        return self._compute.microbatch(packed, features, stage=stage, step=step, number=self._stream(number))
+        return self._compute.microbatch_and_rows(packed, features, stage=stage, step=step, number=self._stream(number))
+
+    def _losses_of(self, batch: StepBatch, number: int, stage: str, shared: SharedFeatures | None) -> list[_Loss]:
+        """The losses of one microbatch, and of what is generated from its rows."""
+        loss, rows = self._microbatch(batch, number, stage, shared)
+        if loss is None:
+            return []
+        found, first = [_Loss(loss, self._losses.seed(batch.plan, self._graph.trunk))], 0
+        for index, media in batch.read_by(number):
+            if media.modality not in self._graph.generated:
+                continue
+            items = PackedTargets(media, global_seed(), batch.epoch, batch.step)
+            end = first + sum(items.condition_rows)
+            condition, first = tuple(each[first:end] for each in rows), end
+            (role,) = self._graph.behind
+            generated = self._compute.generate(role, items, condition, stage=stage, number=self._stream(index))
+            found.append(_Loss(generated, self._losses.seed(batch.plan, role, self._compute.patch_dims[role])))
+        return found
+
+    def _forget(self, stage: str) -> None:
+        """Drops what a step that has failed left of its losses and metrics."""
+        self._compute.metrics[stage].clear()
+        for role in self._graph.behind:
+            self._compute.metrics_behind[role][stage].clear()
 
     def _shared_features(self, batch: StepBatch) -> SharedFeatures | None:
         """The features of a step whose samples have media items in common; None where each microbatch has its own."""
@@ -114,6 +151,8 @@ class WholeModuleRunner:
         """The features that a microbatch reads: those of its encoder batches of one modality, one after another."""
         encoded: dict[str, list[tuple[Tensor, ...]]] = {}
         for index, media in batch.read_by(number):
+            if media.modality in self._graph.generated:
+                continue
             role, stream = self._graph.producer_of(media.modality), self._stream(index)
             found = self._compute.encode(role, media, step=(batch.epoch, batch.step), number=stream)
             encoded.setdefault(media.modality, []).append(found)
@@ -130,7 +169,10 @@ class WholeModuleRunner:
     def _agree(self, stage: str) -> StepReport:
         self._compute.end_step()
         device = self._compute.device if dist.is_initialized() and dist.get_backend() == "nccl" else None
-        return self._compute.metrics[stage].agree(False, _sum_over_ranks(device), _gather_over_ranks(device))
+        sums = _sum_over_ranks(device), _gather_over_ranks(device)
+        of_trunk = self._compute.metrics[stage].agree(False, *sums)
+        behind = {role: self._compute.metrics_behind[role][stage].agree(False, *sums) for role in self._graph.behind}
+        return self._losses.joined(of_trunk, behind)
 
     def _silence_ddp(self) -> None:
         # Under DDP Lightning calls this step inside DDP's forward. The step sums gradients itself, so DDP's own

@@ -36,6 +36,7 @@ from flowtrain_lightning.data.sources.sample_source import JoinedSources, Sample
 from flowtrain_lightning.data.sources.tar_shard import TarShard
 from flowtrain_lightning.data.step_packing import PackingConfig
 from flowtrain_lightning.data.step_sizing import TokenSteps
+from flowtrain_lightning.data.targets import PackedTargets
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_files import VideoError
 from flowtrain_lightning.data.video_processor import VideoProcessor
@@ -68,6 +69,7 @@ __all__ = [
     "OwnMedia",
     "PackedBatch",
     "PackedMedia",
+    "PackedTargets",
     "PackingConfig",
     "ParquetFile",
     "RankShard",

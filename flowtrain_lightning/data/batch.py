@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowtrain_lightning.data.kept_rows import KeptRows
 from flowtrain_lightning.packing import StepPlan
+from flowtrain_lightning.packing.role_graph import GENERATED
 from flowtrain_lightning.packing.step_members import TWO_ROLES, StepMembers
 
 IGNORED_LABEL = -100
@@ -37,7 +38,7 @@ class RankShard:
     @property
     def encodes(self) -> tuple[str, ...]:
         """The roles of this rank that encode."""
-        return tuple(role for role in self.own if role != self.members.trunk)
+        return tuple(role for role in self.own if role in self.members.producers)
 
     @classmethod
     def plain(cls, rank: int, ranks: int) -> RankShard:
@@ -69,6 +70,20 @@ class Clip(NamedTuple):
         return self._replace(moments=end - begin, before=before, behind=behind)
 
 
+class GeneratedItem(NamedTuple):
+    """A media item that is to be generated.
+
+    Attributes:
+        sample: place of its sample in the step.
+        number: its own among the media items of the sample.
+        condition_rows: rows of the backbone's outputs that it is generated from.
+    """
+
+    sample: int
+    number: int
+    condition_rows: int
+
+
 @dataclass(frozen=True)
 class PackedMedia:
     """Media items of one modality, packed for one encoder forward without padding.
@@ -93,6 +108,7 @@ class PackedMedia:
         clips: ``[media items]`` what each video is in time, None of an image; ``()`` where all are images.
         kept: of a batch whose features are kept, all its media items; the other fields are then those of the ones that
             have to be encoded, perhaps none.
+        items: ``[media items]`` of media that are to be generated, what each is in the step; ``()`` of others.
     """
 
     modality: str
@@ -106,6 +122,7 @@ class PackedMedia:
     normalisation: Tensor | None = None
     clips: tuple[Clip | None, ...] = ()
     kept: KeptRows | None = None
+    items: tuple[GeneratedItem, ...] = ()
 
     @cached_property
     def patches(self) -> Tensor:
@@ -182,6 +199,7 @@ class PackedBatch:
             which ``merge`` gets them. A modality that does not occur is absent.
         samples: data set index of every sequence (padding not counted); ``()`` where all is padding.
         targets: ``[targets]`` int64, where in ``tokens`` the labels count, ascending.
+        generated: media items that are to be generated from its outputs.
     """
 
     tokens: Tensor
@@ -192,6 +210,12 @@ class PackedBatch:
     media_positions: dict[str, Tensor]
     samples: tuple[int, ...]
     targets: Tensor
+    generated: int = 0
+
+    @property
+    def condition_positions(self) -> Tensor:
+        """``[rows]`` int64: where in ``tokens`` images that are to be generated have their places, item after item."""
+        return self.media_positions.get(GENERATED, self.tokens.new_zeros(0))
 
     def slice_tokens(self, own: slice) -> PackedBatch:
         """Some of the tokens, with their labels, targets and positions; bounds and media positions stay those of all.
@@ -243,7 +267,7 @@ class StepBatch:
         shard: what of it this rank holds.
         microbatches: this rank's microbatches in order; None where one is empty. ``()`` where it does not work for the
             trunk.
-        media: role of this rank that encodes -> its batches in order; None where one is empty.
+        media: role of this rank that encodes or generates -> its batches in order; None where one is empty.
         padding_media: role -> what this rank encodes for it, for nothing, where only others have an encoder batch: the
             smallest media item of the step that the role encodes, of a video its first moment. Without roles that have
             no need.

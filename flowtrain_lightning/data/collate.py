@@ -12,6 +12,7 @@ from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch, PackedMed
 from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.packing import IMAGE, IntArray, NameArray
+from flowtrain_lightning.packing.role_graph import GENERATED
 
 _PADDING_TOKEN = 0
 _PADDING_LENGTH = 8
@@ -45,6 +46,7 @@ def pack_sequences(
         labels[start:end] = sequence.labels
         media_positions.append(start + sequence.media_positions)
     positions = np.concatenate(media_positions)
+    generated = 0 if modalities is None else sum(int(np.count_nonzero(names == GENERATED)) for names in modalities)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
@@ -54,6 +56,7 @@ def pack_sequences(
         media_positions=_by_modality(positions, sequences, modalities),
         samples=tuple(samples),
         targets=torch.from_numpy(np.flatnonzero(labels != IGNORED_LABEL)),
+        generated=generated,
     )
 
 

@@ -260,6 +260,13 @@ class FlowDataModule(L.LightningDataModule):
         alone._sources = {name: each for name, each in self._sources.items() if not isinstance(each, StreamSource)}
         return alone
 
+    @property
+    def _condition_rows(self) -> int | None:
+        """Places of an image to be generated among the tokens; None where the model that is trained generates none."""
+        module = self._reader if self.trainer is None else self.trainer.lightning_module
+        graph: Any = getattr(module, "role_graph", None)
+        return getattr(module, "condition_rows", None) if graph is not None and graph.behind else None
+
     def _of_model(self, name: str) -> Any:
         """The attribute ``processor`` of the model that is trained; None where it has none."""
         module = self._reader if self.trainer is None else self.trainer.lightning_module
@@ -427,6 +434,7 @@ class FlowDataModule(L.LightningDataModule):
             self.protocols,
             self.ignore_columns,
             self.columns,
+            self._condition_rows,
         )
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):

@@ -22,6 +22,7 @@ from flowtrain_lightning.data.stream_steps import StreamEnded, StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, stream_state
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing.batches_behind import generated_items
 from flowtrain_lightning.packing.clip_pieces import in_pieces, whole_items
 from flowtrain_lightning.packing.sample_stream import StreamStep
 from flowtrain_lightning.packing.step_members import StepMembers
@@ -164,6 +165,9 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
 
 
 def _encoded_by(role: str, members: StepMembers, sizes: SampleSizes) -> IntArray:
-    """The media items of a step that a role encodes."""
+    """The media items of a step that a role encodes or generates."""
     modality = members.graph.modality_of(role)
-    return np.arange(len(sizes.media_patches), dtype=np.int64) if modality is None else sizes.of_modality(modality)
+    if modality is not None:
+        return sizes.of_modality(modality)
+    every = np.arange(len(sizes.media_patches), dtype=np.int64)
+    return np.setdiff1d(every, generated_items(sizes, members.graph), assume_unique=True)

@@ -54,7 +54,7 @@ def next_batch(
 
 def with_inputs(prepare: PrepareMedia, pin_memory: bool, media: PackedMedia | None) -> PackedMedia | None:
     """An encoder batch with what ``prepare`` makes of the sizes of its media."""
-    if media is None or not media.rows:
+    if media is None or not media.rows or media.items:  # nothing of what is generated is encoded
         return media
     inputs = prepare(media)
     return replace(media, inputs={name: one.pin_memory() for name, one in inputs.items()} if pin_memory else inputs)

@@ -1,11 +1,11 @@
-"""The media that a rank encodes for a role in a step: read, in pieces where clips are cut, and packed in batches."""
+"""The media that a rank encodes or generates in a step: read, in pieces where clips are cut, and packed in batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flowtrain_lightning.data.batch import PackedMedia
+from flowtrain_lightning.data.batch import GeneratedItem, PackedMedia
 from flowtrain_lightning.data.collate import no_media, pack_media
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.feature_store import FeatureStore
@@ -14,6 +14,7 @@ from flowtrain_lightning.data.kept_rows import KeptRows
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.sample_loader import SampleLoader
 from flowtrain_lightning.packing import IntArray, StepPlan
+from flowtrain_lightning.packing.role_graph import GENERATED
 
 Place = tuple[int, int]
 """A media item, by number of its sample in the step and its own number in the sample."""
@@ -69,12 +70,12 @@ class EncoderMedia:
         rows, moments = int(sizes.media_rows[item]), 1 if sizes.media_moments is None else sizes.media_moments[item]
         place, begin = (self._place(item), 0) if sizes.media_pieces is None else self._piece(item)[:2]
         if moments == 1 or rows % moments:
-            return pack_media([self._read(place, rows)])
+            return self._packed([item], [self._read(place, rows)])
         return pack_media([self._read(place, rows // int(moments), (begin, begin + 1))])
 
     def _batch(self, items: IntArray) -> PackedMedia:
         modality, kept, wanted = self._plan.sizes.modality_of(items[0]), None, items.tolist()
-        if self._store is not None:
+        if self._store is not None and modality != GENERATED:
             rows = self._plan.sizes.media_rows[items].tolist()
             kept = KeptRows.found(self._store, list(map(self._content, wanted)), rows)
             wanted = [wanted[place] for place in kept.missing]
@@ -85,8 +86,16 @@ class EncoderMedia:
                 f"A media item is loaded as {other!r}, but the sizes of its source say {modality!r} "
                 "(SampleSizes.media_modality). Say the same in both."
             )
-        packed = pack_media(loaded) if loaded else no_media(modality)
+        packed = self._packed(wanted, loaded) if loaded else no_media(modality)
         return packed if kept is None else replace(packed, kept=kept)
+
+    def _packed(self, items: Sequence[int], loaded: Sequence[LoadedMedia]) -> PackedMedia:
+        packed = pack_media(loaded)
+        if packed.modality != GENERATED:
+            return packed
+        place_of = self._place if self._plan.sizes.media_pieces is None else lambda item: self._piece(item)[0]
+        rows = self._plan.sizes.media_rows
+        return replace(packed, items=tuple(GeneratedItem(*place_of(item), int(rows[item])) for item in items))
 
     def _load(self, item: int) -> LoadedMedia:
         sizes = self._plan.sizes

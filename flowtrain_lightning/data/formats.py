@@ -16,7 +16,15 @@ from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_files import EncodedMedia, MediaAddress, MediaFile, VideoFile
 from flowtrain_lightning.data.record_fields import check_meaning, check_pictures, form_of, written_beside_turns
-from flowtrain_lightning.data.record_turns import ASSISTANT, MARKERS, Turn, conversation_of, is_reference, refuse_halves
+from flowtrain_lightning.data.record_turns import (
+    ASSISTANT,
+    MARKERS,
+    ToGenerate,
+    Turn,
+    conversation_of,
+    is_reference,
+    refuse_halves,
+)
 from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names
 
 _A_FILE = {"image": "an image file", "video": "a video file"}
@@ -41,6 +49,7 @@ class Record:
             or token ids.
         status: of each media item size and time of change of its file when it was measured, see `MediaStatus`; empty
             before.
+        generated: numbers of the media items that are to be generated, and not encoded.
     """
 
     where: str
@@ -51,6 +60,7 @@ class Record:
     others: Mapping[str, Any] = field(default_factory=dict)
     written: str | Completion | GivenTokens | None = None
     status: tuple[tuple[int, int], ...] = ()
+    generated: frozenset[int] = frozenset()
 
     @property
     def files(self) -> tuple[MediaFile | VideoFile, ...]:
@@ -146,8 +156,10 @@ def _parsed(
         else:
             turns, named = conversation
             media = {kind: iter(_of_kind(kind, turns, named[kind], beside[kind], where, file_of)) for kind in MARKERS}
-            in_order = tuple(next(media[kind]) for turn in turns for kind in turn.kinds)
-            record = Record(where, name, turns, in_order, fields, written_beside_turns(there))
+            in_order = [next(media[kind]) for turn in turns for kind in turn.kinds]
+            generated = frozenset(number for number, (_, is_generated) in enumerate(in_order) if is_generated)
+            files, others = tuple(file for file, _ in in_order), written_beside_turns(there)
+            record = Record(where, name, turns, files, fields, others, generated=generated)
         check_pictures(there, form, [str(item) for item in record.media])
     except NotUnderstoodError as error:
         raise DataError(f"{where}: {error}.") from None
@@ -161,8 +173,8 @@ def _of_kind(
     beside: list[Any],
     where: str,
     file_of: Callable[[str], MediaFile],
-) -> list[MediaFile | VideoFile]:
-    """The images or the videos of a record, one for each of their markers."""
+) -> list[tuple[MediaFile | VideoFile, bool]]:
+    """The images or the videos of a record, one for each of their markers, and whether they are to be generated."""
     if named and beside:
         raise DataError(f"{where}: it names {kind}s within its turns and beside them; name all of them in one way.")
     items = named or beside
@@ -172,7 +184,8 @@ def _of_kind(
             f"{where}: its text has {markers} {MARKERS[kind]} markers, but it names {len(items)} {kind}s; "
             f"give one {kind} for each marker, in order."
         )
-    return [_media(item, kind, where, file_of) for item in items]
+    told = [(item.item, True) if isinstance(item, ToGenerate) else (item, False) for item in items]
+    return [(_media(item, kind, where, file_of), is_generated) for item, is_generated in told]
 
 
 def _without_turns(

@@ -32,7 +32,9 @@ _NAMES = "media_names"
 """Under which the names of media's files are kept, each with a byte of zero behind it."""
 
 _SIZES = ("tokens", "targets", "media_start", "media_rows", "media_patches", "media_content", "media_moments")
-"""Sizes that are kept; files hold images and videos alone, so no modalities."""
+"""Sizes that are kept; files hold images and videos alone, so modalities only where some are to be generated."""
+
+_MODALITY = "media_modality"
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _load(cache_file: Path, store: RecordStore, *, media_compared: bool) -> Inde
         content = str(arrays["content"])
         if store.status() != arrays["status"].tolist() and store.content() != content:
             return None
-        sizes = SampleSizes(**{name: arrays[name] for name in _SIZES})
+        sizes = SampleSizes(**{name: arrays[name] for name in _SIZES}, media_modality=arrays.get(_MODALITY))
         found = arrays["media_found"]
         if not media_compared and not MediaStatus(_names_in(arrays[_NAMES]), found).holds(store.path.parent):
             return None
@@ -194,6 +196,8 @@ def _save(
         _NAMES: np.frombuffer(os.fsencode("".join(f"{name}\0" for name in media_names)), np.uint8),
         **{name: getattr(table.sizes, name) for name in _SIZES},
     }
+    if table.sizes.media_modality is not None:
+        arrays[_MODALITY] = table.sizes.media_modality
     for cache_file in cache_files:
         try:
             _write(cache_file, arrays)

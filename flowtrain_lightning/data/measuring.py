@@ -28,10 +28,11 @@ from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_files import decode_frames, read_video_header
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
+from flowtrain_lightning.packing.role_graph import GENERATED
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 6
+_FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Measure:
         protocols: kinds of addresses that records may name beside those that any may, see `MediaAddress`.
         ignored: fields of records that are as if they were not there.
         columns: which fields hold a question and an answer, where records have none of the usual forms.
+        condition_rows: places that an image to be generated has among the tokens; None: records may have none.
     """
 
     tokenizer: Tokenizer
@@ -60,6 +62,7 @@ class Measure:
     protocols: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
     columns: Columns | None = None
+    condition_rows: int | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -75,6 +78,7 @@ class Measure:
             sorted(self.ignored),
         ]
         rule += [] if self.columns is None else [repr(self.columns)]
+        rule += [] if self.condition_rows is None else [f"condition rows {self.condition_rows}"]
         return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
 
     def reaching(self, record: Record) -> Record:
@@ -111,6 +115,7 @@ class MeasuredMedia(NamedTuple):
         status: their files.
         content: ``[media items]`` equal numbers for equal media items, see `SampleSizes`.
         moments: ``[media items]`` of each clip; 1 of an image.
+        generated: ``[media items]`` whether each is to be generated.
     """
 
     patches: IntArray
@@ -120,12 +125,13 @@ class MeasuredMedia(NamedTuple):
     status: MediaStatus
     content: IntArray
     moments: IntArray
+    generated: NDArray[np.bool_]
 
     @classmethod
     def none(cls, *, usable: bool) -> MeasuredMedia:
         """That of a record without media, or of one whose media cannot be used."""
         nothing = np.empty(0, np.int64)
-        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing, nothing)
+        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing, nothing, nothing.astype(bool))
 
 
 class _Size(NamedTuple):
@@ -167,17 +173,20 @@ def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> M
     sizes = []
     # Taken before reading: what is rewritten meanwhile is refused when it is loaded.
     status = MediaStatus.of(record.files, folder)
-    for item in record.files:
+    for number, item in enumerate(record.files):
         try:
-            sizes.append(_measured(item, record, measure))
+            size = _measured(item, record, measure)
+            sizes.append(size if number not in record.generated else _to_generate(size, record, measure))
         except MediaError as error:
             if measure.unreadable == "drop":
                 return MeasuredMedia.none(usable=False)
             raise unusable(item, record, error) from error
     table = np.asarray(sizes, np.int64).reshape(-1, 4)
     content = content_numbers(record.files, status, alone=len(record.media) == 1)
+    generated = np.isin(np.arange(len(table)), [*record.generated])
+    content[generated] = -1  # what is generated twice has two conditions
     patches, rows, animated, moments = table.T
-    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, moments)
+    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, moments, generated)
 
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
@@ -187,6 +196,16 @@ def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: Medi
         f"{record.where}: {kind} {item} cannot be used: {error}; correct the record, or leave such records out with "
         "IndexConfig(unreadable='drop')."
     )
+
+
+def _to_generate(size: _Size, record: Record, measure: Measure) -> _Size:
+    """The size of an image that is to be generated: it has a fixed number of places among the tokens."""
+    if measure.condition_rows is None:
+        raise DataError(
+            f"{record.where}: it has an image to be generated, but the model that is trained has no half that "
+            "generates. Name one in its `halves`, 'generator', or take \"generate\" out of the record."
+        )
+    return size._replace(rows=measure.condition_rows)
 
 
 def _measured(item: MediaFile | VideoFile, record: Record, measure: Measure) -> _Size:
@@ -232,6 +251,7 @@ def measure_records(
     with_media = threads.map(lambda record: measured_media(record, measure, folder), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
     usable, columns, rows, patches, content, moments = [], [], [nothing], [nothing], [nothing], [nothing]
+    generated = [nothing.astype(bool)]
     animated, status = 0, []
     for record in records:
         media = next(with_media) if record.media else MeasuredMedia.none(usable=True)
@@ -246,14 +266,17 @@ def measure_records(
         patches.append(media.patches[:items])
         content.append(media.content[:items])
         moments.append(media.moments[:items])
+        generated.append(media.generated[:items])
         status.append(media.status.first(items))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
+    told = np.concatenate(generated)
     sizes = SampleSizes(
         tokens=table[0],
         targets=table[1],
         media_start=np.concatenate([[0], np.cumsum(table[2])]).astype(np.int64),
         media_rows=np.concatenate(rows),
         media_patches=np.concatenate(patches),
+        media_modality=np.where(told, GENERATED, IMAGE) if told.any() else None,
         media_content=np.concatenate(content),
         media_moments=np.concatenate(moments),
     )

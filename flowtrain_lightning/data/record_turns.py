@@ -32,7 +32,14 @@ _PAIR = ("user", ASSISTANT)
 _LLAVA_ROLES = {"human": "user", "gpt": ASSISTANT}
 
 Named = dict[str, list[Any]]
-"""``"image"`` or ``"video"`` -> what turns name of it, in order."""
+"""``"image"`` or ``"video"`` -> what turns name of it, in order; what is to be generated is `ToGenerate`."""
+
+
+@dataclass(frozen=True)
+class ToGenerate:
+    """An image that a turn names to be generated."""
+
+    item: Any
 
 
 @dataclass(frozen=True)
@@ -180,10 +187,13 @@ def _joined(parts: list[Any], named: Named, where: str) -> str:
         elif kind in MARKERS:
             text += MARKERS[kind]
             items = [part[key] for key in _PART_KEYS[kind] if part.get(key) is not None][:1]
-            named[kind].extend(
+            found = [
                 (item.get("path") if item.get("url") is None else item["url"]) if is_reference(item) else item
                 for item in items
-            )
+            ]
+            if part.get("generate") and not found:
+                raise DataError(f"{where}: an image to be generated names no file in its own part; give it a 'path'.")
+            named[kind].extend(map(ToGenerate, found) if part.get("generate") else found)
         else:
             raise DataError(
                 f"{where}: content that is a list holds {{'type': 'text', 'text': ...}}, {{'type': 'image'}} and "

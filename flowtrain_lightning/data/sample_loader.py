@@ -23,6 +23,7 @@ from flowtrain_lightning.data.sources.sample_source import SampleSource
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.role_graph import GENERATED
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -93,7 +94,7 @@ class SampleLoader:
             record: the sample's record.
             sample: its number in the source.
             number: the media item's number in the record.
-            rows: how many rows of features the plan counts on.
+            rows: how many rows of features the plan counts on, unless it is to be generated.
             epoch: the epoch, for augmentation.
             moments: of a clip, from which to before which; None: all.
 
@@ -114,6 +115,8 @@ class SampleLoader:
             refuse_rewritten(item, number, record)
             raise unusable(item, record, error) from error
         refuse_rewritten(item, number, record)
+        if number in record.generated:
+            return loaded._replace(modality=GENERATED)
         if loaded.rows != rows:
             kind = loaded.modality if loaded.clip is None else "video"
             raise DataError(

@@ -11,7 +11,7 @@ _FRAMES = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pi
 _LEARNED = ("weight", "loss")
 """Under which a turn may say that it is not learned."""
 
-_PART = frozenset({"type", "image", "video", "path", "url", "image_url", "video_url", "text", "bytes"})
+_PART = frozenset({"type", "image", "video", "path", "url", "image_url", "video_url", "text", "bytes", "generate"})
 
 
 class NotUnderstoodError(ValueError):
@@ -99,3 +99,9 @@ def check_part(part: Mapping[str, Any]) -> None:
     )  # tables name all keys of all parts
     if unknown:
         raise NotUnderstoodError(f"a part of a content has {unknown[0]!r}, which is not understood; take it out")
+    generate = part.get("generate")
+    if generate not in (None, False, True) or (generate and part.get("type") != "image"):
+        raise NotUnderstoodError(
+            f"a part of a content has generate={generate!r}; only an image may be generated: "
+            "{'type': 'image', 'path': ..., 'generate': true}"
+        )

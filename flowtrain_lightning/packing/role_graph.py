@@ -13,6 +13,12 @@ ENCODER = "encoder"
 BACKBONE = "backbone"
 """The role that reads tokens and features and computes the loss, unless a module names its roles otherwise."""
 
+GENERATOR = "generator"
+"""The role that generates media from rows of the backbone's outputs, unless a module names its roles otherwise."""
+
+GENERATED = "generated"
+"""The modality of media items that are to be generated: nobody encodes them."""
+
 ROLES = (ENCODER, BACKBONE)
 """The names of the roles of a module that names none, in the order in which data flow through them."""
 
@@ -27,7 +33,8 @@ class Edge(NamedTuple):
     Attributes:
         producer: makes the rows.
         consumer: reads them.
-        modality: of the media that the producer encodes; None where it takes whatever media there are.
+        modality: of the media that the producer encodes, or that the consumer generates; None where it takes whatever
+            media there are.
     """
 
     producer: str
@@ -39,6 +46,8 @@ class Edge(NamedTuple):
 class RoleGraph:
     """The roles of a module, as its edges join them: every producer feeds the trunk, which computes the loss.
 
+    A role behind the trunk reads rows of its outputs, and computes a loss of its own.
+
     Attributes:
         edges: of the graph, in the order in which producers are listed everywhere.
 
@@ -49,16 +58,23 @@ class RoleGraph:
     edges: tuple[Edge, ...]
 
     def __post_init__(self) -> None:
-        consumers = {edge.consumer for edge in self.edges}
-        if len(consumers) != 1 or consumers & {edge.producer for edge in self.edges}:
+        read = [edge for edge in self.edges if edge.consumer == self.trunk]
+        behind = [edge for edge in self.edges if edge.producer == self.trunk]
+        if len(read) + len(behind) != len(self.edges) or {edge.producer for edge in read} & {*self.behind, self.trunk}:
             raise RoleError(
                 f"The edges lead {self}. Let every edge lead from a role that encodes to one and the same role, which "
-                "computes the loss."
+                "computes the loss, or from that role on to one that generates."
             )
-        named = [edge.modality for edge in self.edges]
-        if len(self.edges) > 1 and (None in named or len(set(named)) < len(named)):
+        if len(behind) > 1:
+            raise RoleError(
+                f"The edges lead {self}, so that {len(behind)} of them leave {self.trunk!r}. One role may generate, "
+                "media of one modality: put what several do into one."
+            )
+        named = [edge.modality for edge in read]
+        several = len(read) > 1 and (None in named or len({*named}) < len(named))
+        if several or {*named, None} & {edge.modality for edge in behind}:
             raise RoleError(f"The edges lead {self}. Give every edge a modality of its own, such as 'image'.")
-        if len(self.producers) not in (1, len(self.edges)):
+        if len(self.producers) not in (1, len(read)):
             raise RoleError(
                 f"The edges lead {self}. Where several roles encode, each has one modality: give each modality a role "
                 "of its own."
@@ -67,29 +83,52 @@ class RoleGraph:
     def __str__(self) -> str:
         return ", ".join(f"from {edge.producer!r} to {edge.consumer!r}" for edge in self.edges) or "nowhere"
 
-    @property
+    @cached_property
     def trunk(self) -> str:
         """The role that reads what the others make, and computes the loss."""
-        return self.edges[0].consumer
+        consumers = [edge.consumer for edge in self.edges]
+        producing = {edge.producer for edge in self.edges}
+        return next((role for role in consumers if role in producing), consumers[0] if consumers else "")
 
     @cached_property
     def producers(self) -> tuple[str, ...]:
         """The roles that encode."""
-        return tuple(dict.fromkeys(edge.producer for edge in self.edges))
+        return tuple(dict.fromkeys(edge.producer for edge in self.edges if edge.consumer == self.trunk))
+
+    @cached_property
+    def behind(self) -> tuple[str, ...]:
+        """The roles that read rows of the trunk's outputs: one that generates, or none."""
+        return tuple(edge.consumer for edge in self.edges if edge.producer == self.trunk)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """All roles, in the order in which data flow through them."""
-        return (*self.producers, self.trunk)
+        return (*self.producers, self.trunk, *self.behind)
 
     @property
     def is_simple(self) -> bool:
         """One role encodes whatever media there are."""
         return len(self.producers) == 1
 
-    def modality_of(self, producer: str) -> str | None:
-        """The modality that a role encodes; None where one role encodes whatever there is."""
-        return None if self.is_simple else next(edge.modality for edge in self.edges if edge.producer == producer)
+    def modality_of(self, role: str) -> str | None:
+        """The modality that a role encodes or generates; None where one role encodes whatever there is."""
+        if role not in self.behind:
+            return None if self.is_simple else next(edge.modality for edge in self.edges if edge.producer == role)
+        return next(edge.modality for edge in self.edges if edge.consumer == role)
+
+    @cached_property
+    def generated(self) -> frozenset[str]:
+        """The modalities of media that are generated, and never encoded."""
+        behind = (edge.modality for edge in self.edges if edge.producer == self.trunk)
+        return frozenset(modality for modality in behind if modality is not None)
+
+    def maker_of(self, modality: str) -> str:
+        """The role that makes the rows of a modality: it encodes such media, or hands on what they are generated from.
+
+        Raises:
+            RoleError: none does.
+        """
+        return self.trunk if modality in self.generated else self.producer_of(modality)
 
     def producer_of(self, modality: str) -> str:
         """The role that encodes a modality.
@@ -97,7 +136,7 @@ class RoleGraph:
         Raises:
             RoleError: none does.
         """
-        for producer in self.producers:
+        for producer in self.producers if modality not in self.generated else ():
             if self.modality_of(producer) in (None, modality):
                 return producer
         encoded = ", ".join(repr(self.modality_of(producer)) for producer in self.producers)
@@ -110,7 +149,8 @@ def graph_of(roles: Iterable[str], edges: Mapping[str, tuple[str, str]] | None =
     Args:
         roles: of the module.
         edges: modality -> who encodes it and who reads the features. None follows from the names: ``"encoder"``
-            encodes whatever there is, ``"encoder_image"`` images, and ``"backbone"`` reads it all.
+            encodes whatever there is, ``"encoder_image"`` images, ``"backbone"`` reads it all, and ``"generator"``
+            generates from rows of it.
 
     Raises:
         RoleError: the names say nothing, or edges and roles contradict each other.
@@ -125,17 +165,20 @@ def graph_of(roles: Iterable[str], edges: Mapping[str, tuple[str, str]] | None =
 
 
 def _graph_of_names(roles: tuple[str, ...]) -> RoleGraph:
-    producers = [role for role in roles if role != BACKBONE]
+    producers = [role for role in roles if role not in (BACKBONE, GENERATOR)]
+    behind = (Edge(BACKBONE, GENERATOR, GENERATED),) if GENERATOR in roles else ()
     if producers == [ENCODER] and BACKBONE in roles:
-        return RoleGraph((Edge(ENCODER, BACKBONE),))
+        return RoleGraph((Edge(ENCODER, BACKBONE), *behind))
     modalities = [role.removeprefix(f"{ENCODER}_") for role in producers]
     if len(producers) < 2 or BACKBONE not in roles or modalities != [role[len(ENCODER) + 1 :] for role in producers]:
         raise RoleError(
             f"The roles are called {_listed(roles)}, which does not say what flows between them. Call them "
-            f"{' and '.join(map(repr, ROLES))}; where media of several modalities have an encoder each, as "
-            "'encoder_image' and 'encoder_audio', after the modality; or say it: edges = {'image': ('eye', 'trunk')}."
+            f"{' and '.join(map(repr, ROLES))}, and what generates {GENERATOR!r}; where media of several modalities "
+            "have an encoder each, as 'encoder_image' and 'encoder_audio', after the modality; or say it: "
+            "edges = {'image': ('eye', 'trunk')}."
         )
-    return RoleGraph(tuple(Edge(role, BACKBONE, name) for role, name in zip(producers, modalities, strict=True)))
+    named = zip(producers, modalities, strict=True)
+    return RoleGraph((*(Edge(role, BACKBONE, name) for role, name in named), *behind))
 
 
 def _listed(roles: Iterable[str]) -> str:

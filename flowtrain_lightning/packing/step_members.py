@@ -21,8 +21,8 @@ class StepMembers:
         graph: the roles, and what flows between them.
         nodes: role -> the node of each member, so that media items are encoded near their readers; empty where there is
             one node.
-        colocated: producer -> its member and the trunk's member of each process that has both; without the producers
-            that share no process with the trunk.
+        colocated: role -> its member and the trunk's member of each process that has both; without the roles that share
+            no process with the trunk.
         meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
         local: every rank encodes just the media that it reads (plain Lightning).
         producers_per_rank: for how many roles that encode a rank works at most.
@@ -47,6 +47,11 @@ class StepMembers:
         return self.graph.producers
 
     @property
+    def behind(self) -> tuple[str, ...]:
+        """The roles that read rows of the trunk's outputs."""
+        return self.graph.behind
+
+    @property
     def in_fixed_order(self) -> bool:
         """Ranks need each other in some pass, so that one of several roles takes turns in a fixed order."""
         return any_binds(self.meets)
@@ -54,7 +59,8 @@ class StepMembers:
     @property
     def some_only_encode(self) -> bool:
         """Some members that encode share their processes with the trunk, and others do not."""
-        shared = sum(len({member for member, _ in pairs}) for pairs in self.colocated.values())
+        pairs = {role: self.colocated.get(role, ()) for role in self.producers}
+        shared = sum(len({member for member, _ in of_role}) for of_role in pairs.values())
         return 0 < shared < sum(self.counts[role] for role in self.producers)
 
     def meeting(self, role: str) -> Meeting:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, get_args
 
 import numpy as np
@@ -163,7 +164,8 @@ class StepPlan:
             every member, some of them perhaps empty. Those of a role that encodes are media item numbers of one
             modality, grouped by the microbatch that reads them. The microbatches that read a batch first are of one
             position, and for one member these never fall from one batch to the next: this is why the order of the step
-            cannot block in the pool. Batches are empty only where every rank encodes what it reads.
+            cannot block in the pool. Batches are empty only where every rank encodes what it reads. Those of a role
+            behind the trunk are the same of the media items that it generates, from rows of these microbatches.
         graph: the roles, and what flows between them.
         encoded_as: ``[media items]`` the media item that is encoded in the place of each, since it is the same one;
             None where each is encoded.
@@ -188,7 +190,10 @@ class StepPlan:
     def encoded(self) -> IntArray:
         """The numbers of the media items that are encoded, ascending."""
         everyone = np.arange(len(self.sizes.media_rows), dtype=np.int64)
-        return everyone if self.encoded_as is None else np.flatnonzero(self.encoded_as == everyone)
+        once = np.ones(len(everyone), dtype=bool) if self.encoded_as is None else self.encoded_as == everyone
+        if self.sizes.media_modality is not None and self.graph.generated:
+            once &= ~np.isin(self.sizes.media_modality, [*self.graph.generated])
+        return np.flatnonzero(once)
 
     @cached_property
     def makers(self) -> tuple[tuple[str, int], ...]:
@@ -197,7 +202,7 @@ class StepPlan:
 
     @cached_property
     def readers(self) -> tuple[IntArray, IntArray]:
-        """The member of the trunk, and the position of its microbatch, that reads each media item.
+        """The member of the trunk, and the position of its microbatch, that reads each media item, or has to say it.
 
         Two arrays of ``[media items]``.
         """
@@ -237,14 +242,15 @@ class StepPlan:
 
     @cached_property
     def turns(self) -> Mapping[str, tuple[tuple[Turn, ...], ...]]:
-        """Role that encodes -> ``[member][number]`` the turn of each batch, rising; (-1, ...) of an empty one."""
+        """Role but the trunk -> ``[member][number]`` the turn of each batch, rising; (-1, ...) of an empty one."""
         position_of = self.readers[1]
 
         def in_order(batches: Iterable[IntArray]) -> tuple[Turn, ...]:
             positions = [int(position_of[media[0]]) if len(media) else -1 for media in batches]
             return tuple((position, n - positions.index(position)) for n, position in enumerate(positions))
 
-        return {role: tuple(map(in_order, self.batches[role])) for role in self.graph.producers}
+        others = (*self.graph.producers, *self.graph.behind)
+        return {role: tuple(map(in_order, self.batches[role])) for role in others if role in self.batches}
 
     def turns_of(self, role: str, members: Iterable[int] | None = None) -> tuple[Turn, ...]:
         """The turns of some members of a role together, rising: those of a shard group, or of all members."""
@@ -273,7 +279,30 @@ class StepPlan:
                         rows, modality = int(media_rows[own].sum()), self.sizes.modality_of(own[0])
                         found.append(Entry(BatchOf(role, member, number), reader, own, rows, modality))
                         start = end
-        return tuple(found)
+        return (*found, *(entry for role in self.graph.behind for entry in self._read_behind(role)))
+
+    def media_of(self, batch: BatchOf, modality: str) -> IntArray:
+        """The media items of a modality whose rows a batch reads, or which it says itself, in order."""
+        own = self.batches[batch.role][batch.member][batch.number]
+        if batch.role != self.graph.trunk:
+            return own
+        start = self.sizes.media_start
+        media = np.concatenate([np.empty(0, np.int64), *(np.arange(start[s], start[s + 1]) for s in own)])
+        return media[np.isin(media, self.sizes.of_modality(modality))]
+
+    def _read_behind(self, role: str) -> Iterator[Entry]:
+        """Rows of microbatches from which a role generates: together those of neighbours that go to one batch."""
+        trunk, modality = self.graph.trunk, str(self.graph.modality_of(role))
+        reader_of = {
+            item: BatchOf(role, member, number)
+            for member, batches in enumerate(self.batches[role])
+            for number, media in enumerate(batches)
+            for item in media.tolist()
+        }
+        for maker in (BatchOf(trunk, m, p) for m, own in enumerate(self.microbatches) for p in range(len(own))):
+            for reader, items in groupby(self.media_of(maker, modality).tolist(), key=reader_of.__getitem__):
+                media = np.array(list(items), dtype=np.int64)
+                yield Entry(maker, (reader,), media, int(self.sizes.media_rows[media].sum()), modality)
 
 
 def _all_or(members: Iterable[int] | None, of_role: Sized) -> Iterable[int]:

@@ -7,6 +7,7 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
+from flowtrain_lightning.packing.batches_behind import batches_behind, generated_items
 from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.encoder_batches import (
     ENCODER_BUDGET,
@@ -17,6 +18,7 @@ from flowtrain_lightning.packing.encoder_batches import (
 )
 from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
 from flowtrain_lightning.packing.order import media_order, order_step
+from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
 from flowtrain_lightning.packing.shared_media import costs_once, encoded_as, side_by_side
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import (
@@ -77,6 +79,7 @@ def plan_step(
             sizes.tokens, ranks=members.counts[trunk], token_budget=token_budget, cost=cost, sync_every=sync_every
         )
     media_costs = _media_costs(sizes, cost, encoder_cost, members.some_only_encode)
+    media_costs[generated_items(sizes, graph)] = 0.0
     if encoder_cost is None or members.local or members.colocated or not graph.is_simple:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another.
@@ -89,6 +92,7 @@ def plan_step(
     shared = encoded_as(sizes.alike, reader, position, local=members.local)
     read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
     batches = _local(read, members) if members.local else _dealt(media_costs, read, members, cost, sync_every)
+    batches |= batches_behind(read, members)
     if members.local:  # features come in the order of the samples there, however many batches they are of
         microbatches = _by_source(microbatches, batches, sizes, shared)
         batches = {role: divided_by_modality(own, sizes) for role, own in batches.items()}
@@ -270,7 +274,13 @@ def _refuse_bad_members(members: StepMembers, token_budget: int, encoder_budget:
 
 def _refuse_other_modalities(sizes: SampleSizes, members: StepMembers) -> None:
     """Raise a PackingError for media that no role encodes."""
-    given = sizes.modalities if len(sizes.media_rows) else ()
+    every = sizes.modalities if len(sizes.media_rows) else ()
+    given = [modality for modality in every if modality not in members.graph.generated]
+    if GENERATED in given:
+        raise PackingError(
+            "The samples have images to be generated, but no role generates. Name one in the module's halves, "
+            f"{GENERATOR!r}, or leave such parts out."
+        )
     encoded = [modality for role in members.producers if (modality := members.graph.modality_of(role)) is not None]
     if not encoded and len(given) > 1:
         raise PackingError(

@@ -245,7 +245,7 @@ def _is_mean(alone: Pass, packed: Pass, tolerance: float) -> bool:
 def _of_batch_norms(module: Any, names: Sequence[str]) -> list[Finding]:
     if not names:
         return []
-    encoders = [path for role, paths in module.halves.items() if role != "backbone" for path in paths]
+    encoders = [path for role in module.role_graph.producers for path in module.halves[role]]
     inside = [any(name.startswith(f"{path}.") for path in encoders) for name in names]
     method = ENCODE.name if all(inside) else BACKBONE.name if not any(inside) else f"{ENCODE.name}, {BACKBONE.name}"
     more = f" and {len(names) - 1} more normalise" if len(names) > 1 else " normalises"

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.packing_check.machine import CPU
 from flowtrain_lightning.packing_check.output_rows import output_rows
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item
 
-Step = Callable[[PackedBatch, Features], "tuple[Tensor, Any] | None"]
-"""A microbatch and its features -> the summed loss and the number of its targets."""
+Step = Callable[[PackedBatch, Features, Sequence[int]], "tuple[Tensor, Any] | None"]
+"""A microbatch, its features and its samples -> the summed loss and the number of its targets."""
 
 FeaturesOfItems = dict[Item, tuple[Tensor, ...]]
 """Media item -> its rows of each of the encoder's tensors."""
@@ -156,13 +156,14 @@ class Passes:
 
     def backbone(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems) -> Pass:
         """Runs the backbone on the samples, each group as one microbatch, and goes backward through each."""
-        found = self._over(groups, features, self.loss_of)
+        found = self._over(groups, features, self._all_losses)
         assert found is not None
         return found
 
     def alone(self, members: Sequence[int], features: FeaturesOfItems) -> Pass | None:
         """Runs each sample by itself as it was computed before anything was changed for packing, if that differs."""
-        return self._over([[member] for member in members], features, self.module.step_alone)
+        one_by_one = [[member] for member in members]
+        return self._over(one_by_one, features, lambda batch, given, _: self.module.step_alone(batch, given))
 
     def _over(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems, step: Step) -> Pass | None:
         found = Pass()
@@ -170,7 +171,7 @@ class Passes:
         for members in groups:
             batch = self.microbatch(members, together=len(members) > 1)
             given, leaves = self._features_of(members, features)
-            if (output := step(batch, given)) is None:
+            if (output := step(batch, given, members)) is None:
                 return None
             loss, count = output
             if loss.requires_grad:
@@ -196,12 +197,30 @@ class Passes:
         Raises:
             TypeError: `backbone_step` returned something else.
         """
+        loss, count, _ = self._step(batch, features)
+        return loss, count
+
+    def _all_losses(self, batch: PackedBatch, features: Features, members: Sequence[int]) -> tuple[Tensor, Any]:
+        """The same, and the loss of what is generated from its outputs: the items of these samples in one forward."""
+        loss, count, rows = self._step(batch, features)
+        if not batch.generated:
+            return loss, count
+        media = self._samples.targets(members)
+        items = PackedTargets(media.with_patches(_of_dtype(media.patches, self.dtype)), 0, 0, 0).to(self._device)
+        self.before_call()
+        with self.module.logging_into(MetricAccumulator()):
+            (condition,) = rows
+            generated, values = self.module.generator_loss(items, condition)
+        return loss + generated.reshape(()), count + values
+
+    def _step(self, batch: PackedBatch, features: Features) -> tuple[Tensor, Any, tuple[Any, ...]]:
+        """What `backbone_step` returns of a microbatch: the loss, the number of its targets, and rows that are read."""
         self.before_call()
         with self.module.logging_into(MetricAccumulator()):
             output = self.module.backbone_step(batch, features, "train")
         match output:
-            case (Tensor() as loss, (int() | float() | Tensor()) as count) if loss.numel() == 1:
-                return loss.reshape(()), count
+            case (Tensor() as loss, (int() | float() | Tensor()) as count, *rows) if loss.numel() == 1:
+                return loss.reshape(()), count, tuple(rows)
         raise TypeError(
             f"{type(self.module).__name__}.loss (or backbone_step) returned {type(output).__name__}; return a pair: "
             "the loss summed over the target tokens, a tensor of one element, and the number of these tokens."

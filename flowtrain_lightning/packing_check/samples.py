@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia
+from flowtrain_lightning.data.batch import GeneratedItem
 from flowtrain_lightning.data.collate import pack_media, pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.sample_loader import SampleLoader
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from flowtrain_lightning.packing import IntArray, NameArray, SampleSizes
+from flowtrain_lightning.packing.role_graph import GENERATED
 
 _CANDIDATES = 2048
 """Samples of the data among which some are chosen."""
@@ -63,8 +65,8 @@ class CheckedSamples:
 
     @property
     def modalities(self) -> list[str]:
-        """The modalities that occur."""
-        return sorted({str(name) for sample in self.samples for name in sample.modalities})
+        """The modalities that occur of media that are encoded."""
+        return sorted({str(name) for sample in self.samples for name in sample.modalities} - {GENERATED})
 
     def of_modality(self, modality: str) -> list[Item]:
         """The media items of one modality, sample by sample."""
@@ -96,6 +98,14 @@ class CheckedSamples:
         if changed is not None:
             loaded[changed] = loaded[changed]._replace(pixels=-loaded[changed].pixels)
         return pack_media([loaded[item] for item in items])
+
+    def targets(self, members: Sequence[int]) -> PackedMedia:
+        """What is to be generated of some of the samples, in this order."""
+        every = self.of_modality(GENERATED)
+        items = [item for member in members for item in every if item[0] == member]
+        rows = [int(self.samples[owner].sequence.media_rows[number]) for owner, number in items]
+        told = tuple(GeneratedItem(*item, count) for item, count in zip(items, rows, strict=True))
+        return replace(pack_media([self.loaded(item) for item in items]), items=told)
 
 
 def load_samples(data: FlowDataModule, weights: int) -> CheckedSamples:

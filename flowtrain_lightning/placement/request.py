@@ -49,6 +49,11 @@ class PlacementRequest:
     profile: Profile | str
     roles: Mapping[str, RoleLayout] = field(default_factory=dict)
 
+    @property
+    def is_open(self) -> bool:
+        """Nothing is said of who does what."""
+        return self.allocation is None and self.placement is None and self.encoder_ranks is None
+
     def answer(
         self, ranks: int, nodes: int = 1, ranks_per_device: int = 1, graph: RoleGraph = TWO_ROLES
     ) -> Allocation | None:
@@ -68,7 +73,7 @@ class PlacementRequest:
             given = of_module(self.allocation, self.source, graph)
             refuse_what_cannot_run(given, self.source)
             return given
-        if ranks == 1 or self.placement is not None or self.encoder_ranks is not None:
+        if ranks == 1 or not self.is_open or graph.behind:  # what generates is not measured today
             per_node = ranks // nodes
             by_rule = default_allocation(ranks, self.placement, self.encoder_ranks, per_node, ranks_per_device, graph)
             found = by_rule.with_roles(self.roles)
@@ -220,6 +225,8 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 "again, ZeRO-3 gives up weights that the backward still needs. Leave recompute out, or take shard "
                 "'fsdp'."
             )
+    if (reason := _why_none_behind(allocation)) is not None:
+        return reason
     trunk = set(allocation.ranks[allocation.trunk])
     for role, group in ((each, group) for each in allocation.producers for group in allocation.shard_groups(each)):
         if allocation.placement == "mixed" and not trunk.isdisjoint(group) and not trunk.issuperset(group):
@@ -229,4 +236,27 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 "ranks, which work in another order. Choose replicas or a tensor degree so that each such group is of "
                 "one kind."
             )
+    return None
+
+
+def _why_none_behind(allocation: Allocation) -> str | None:
+    """The same of a role behind the trunk; None where there is none."""
+    for behind in allocation.graph.behind:
+        if allocation.placement == "mixed":
+            return (
+                f"is mixed, but a {behind} behind the {allocation.trunk} runs in separate and colocated placements "
+                "today. Take one of these."
+            )
+        for role, layout in allocation.layouts.items():
+            if layout.by_deepspeed:
+                return (
+                    f"gives the {role} the layout {layout.describe()}, but beside a {behind} DeepSpeed has not been "
+                    "tried. Take shard 'fsdp', which goes with it."
+                )
+            divided = layout.context > 1 or (role == behind and layout.tensor > 1)
+            if divided and role in (behind, allocation.trunk):
+                return (
+                    f"gives the {role} the layout {layout.describe()}, but what a {behind} reads is not divided among "
+                    "context ranks, nor are its own layers among tensor ranks. Set these degrees to 1."
+                )
     return None

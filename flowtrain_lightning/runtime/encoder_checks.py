@@ -57,7 +57,7 @@ class FrozenEncoder:
         weights = {
             f"{path}.{name}": weight
             for role, paths in self._module.halves.items()
-            if role != self._module.role_graph.trunk
+            if role in self._module.role_graph.producers
             for path in paths
             for name, weight in self._module.get_submodule(path).named_parameters()
         }

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class Executor:
         self._begun = begun or {}
         self._lanes = step.program.lanes(step.trained)
         self._ended: set[str] = set()
-        self._has_reserved = False
+        self._has_reserved: set[bool] = set()  # rows, and gradients ahead of them
         works = [work for lane in self._lanes for work in lane.works]
         self._last = {work.batch.role: work for work in works}  # the last one of each role
         self._coming: dict[str, deque[BatchUnderway]] = {}
@@ -182,24 +183,28 @@ class Executor:
             yield Progress.WORK
 
     def _reserve(self, role: str) -> Course:
-        pool, specs, each = self._context.pool, self._context.compute.specs, self._step.program.roles[role]
+        each = self._step.program.roles[role]
         if not self._step.plan.entries or not self._parts[role].speaks:
             return
         if each.makes:
-            yield from self._until(self._reserve_rows, role, _ROOM_FOR_ROWS)
-        if each.reads and self._step.trains:
-            gradients = self._step.reserved_gradients(specs)
-            yield from self._until(lambda: pool.reserve(gradients, ahead=True), role, _ROOM_FOR_GRADIENTS)
+            yield from self._until(partial(self._reserve_for_all, ahead=False), role, _ROOM_FOR_ROWS)
+        if each.reads and self._step.answered:
+            yield from self._until(partial(self._reserve_for_all, ahead=True), role, _ROOM_FOR_GRADIENTS)
 
-    def _reserve_rows(self) -> bool:
-        """Reserves bytes for what all roles of this rank make, once; says whether that is done."""
-        if not self._has_reserved:
-            roles = self._step.program.roles
-            makers = [role for role, part in self._parts.items() if roles[role].makes and part.speaks]
-            specs, begun = self._context.compute.specs, self._begun
-            orders = [self._step.reserved_features(specs, role, begun.get(role, 0)) for role in makers]
-            self._has_reserved = self._context.pool.reserve(*orders)
-        return self._has_reserved
+    def _reserve_for_all(self, *, ahead: bool) -> bool:
+        """Reserves bytes for what all roles of this rank make, or else give back, once; says whether that is done."""
+        if ahead not in self._has_reserved:
+            step, specs, begun = self._step, self._context.compute.specs, self._begun
+            roles = {role: step.program.roles[role] for role, part in self._parts.items() if part.speaks}
+            if ahead:
+                orders = [step.reserved_gradients(specs, role) for role, each in roles.items() if each.reads]
+            else:
+                makers = [role for role, each in roles.items() if each.makes]
+                orders = [step.reserved_features(specs, role, begun.get(role, 0)) for role in makers]
+            if not self._context.pool.reserve(*orders, ahead=ahead):
+                return False
+            self._has_reserved.add(ahead)
+        return True
 
     def _forward(self, work: Work) -> Course:
         role, place = work.batch.role, work.batch.number
@@ -240,7 +245,7 @@ class Executor:
         if reached:
             context.compute.backward(role, reached, given, last=is_last)
         context.timeline.stop(start, role, COMPUTE, "backward", self._step.stage, self._step.index, batch.batch.number)
-        if self._step.trains and self._parts[role].speaks:
+        if self._step.answered and self._parts[role].speaks:
             yield from self._give_back(role, batch)
 
     def _compute(self, work: Work, batch: BatchUnderway, *, keep: bool) -> ForwardResult:
@@ -258,8 +263,11 @@ class Executor:
     def _send_gradients_before(self, role: str) -> None:
         """Begins to sum the gradients of the roles before this one, once it alone is left; in one order on all ranks.
 
-        From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others.
+        From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others; unless
+        the role reads, so that others wait for what its last backward gives back.
         """
+        if self._step.program.roles[role].reads:
+            return
         roles = list(self._parts)
         if self._ended.issuperset(set(roles) - {role}) and self._context.pool.is_settled:
             for other in roles[: roles.index(role)]:

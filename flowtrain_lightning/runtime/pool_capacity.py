@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
-from flowtrain_lightning.compute.compute import Compute, FeatureSpec
-from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
@@ -26,6 +26,7 @@ from flowtrain_lightning.pool import (
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
 from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.role_methods import no_rows, with_features
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
 
@@ -107,7 +108,8 @@ class PoolCapacity:
         Raises:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
         """
-        for modality in step.program.modalities:
+        generated = step.plan.graph.generated  # from outputs of what reads the others, which are known before
+        for modality in sorted(step.program.modalities, key=lambda name: (name in generated, name)):
             if modality not in self._compute.specs:
                 self._agree_on_spec(step, modality)
         demand = step.program.pool_demand(self._compute.specs)
@@ -170,28 +172,43 @@ class PoolCapacity:
             former.pool.close()
 
     def _agree_on_spec(self, step: Step, modality: str) -> None:
-        """Finds what a row of a modality's features is, by encoding the first batch of the first rank that has one."""
-        job, role = self._job, self._job.allocation.graph.producer_of(modality)
+        """Finds what a row of a modality is, by a first forward of the first rank that makes some."""
+        job, role = self._job, self._job.allocation.graph.maker_of(modality)
         first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
         layout, ranks = job.allocation.layouts[role], job.allocation.members(role)[first]
         source, found = ranks[0], None
         if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else ranks):
-            own = (media for media in step.batch.media[role] if media is not None and media.modality == modality)
-            media = next(own, None) or step.batch.padding_media[role]
-            job.mesh.page.enter("first forward of the encoder", step.index)
-            spec = self._probe(role, media)
+            job.mesh.page.enter(f"first forward of the {role}", step.index)
+            spec = self._probe(step, role, modality)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         shapes, dtypes = job.groups.cross.broadcast_message(found, source)
         self._compute.specs[modality] = FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes))
 
-    def _probe(self, role: str, media: PackedMedia) -> FeatureSpec:
+    def _probe(self, step: Step, role: str, modality: str) -> FeatureSpec:
         training = [module for module in self._module.modules() if module.training]
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
-            media = replace(media, kept=None) if media.rows else media  # nothing is kept of a trial
             with own_streams(), torch.no_grad():
+                if role == step.plan.graph.trunk:
+                    return FeatureSpec.of(self._first_microbatch(step, role))
+                own = (media for media in step.batch.media[role] if media is not None and media.modality == modality)
+                media = next(own, None) or step.batch.padding_media[role]
+                media = replace(media, kept=None) if media.rows else media  # nothing is kept of a trial
                 return FeatureSpec.of(self._compute.encode(role, media, step=(-1, -1), number=0))
         finally:
             for module in training:
                 module.training = True
+
+    def _first_microbatch(self, step: Step, trunk: str) -> tuple[Tensor, ...]:
+        """Rows of the first microbatch of this rank, with features of zeros. Of what is logged in it nothing counts."""
+        compute = self._compute
+        number = next(number for number, packed in enumerate(step.batch.microbatches) if packed is not None)
+        packed = step.batch.microbatches[number]
+        assert packed is not None
+        rows = {
+            modality: tuple(each.new_zeros(count, *each.shape[1:]) for each in no_rows(compute, modality))
+            for modality, count in step.program.roles[trunk].batches[number].rows_read.items()
+        }
+        packed, features = with_features(step, compute, packed, rows)
+        return compute.microbatch_and_rows(packed, features, stage="val", step=(-1, -1), number=0, counts=False)[1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from flowtrain_lightning.compute.compute import FeatureSpec, FeatureSpecs
+from flowtrain_lightning.compute.feature_spec import FeatureSpec, FeatureSpecs
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
+from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.pool import Reservation, assign_offsets
 
@@ -106,7 +107,8 @@ class RankRole:
         batches: by their place in the member's order; where members meet, a place for every turn of any of them.
         passes: forwards and backwards of these, in order.
         due: the position of each batch's first readers; of a role that reads, its own.
-        until: the position of each batch's last readers.
+        until: the position of the last microbatches that go forward before the gradients of each batch come; of a batch
+            that nobody reads, its own.
         reads: rows of other roles.
         makes: rows that other roles read.
     """
@@ -136,23 +138,25 @@ class StepProgram:
 
     Attributes:
         roles: those of this rank, by name, in order of precedence.
-        entry_rows: for each member that encodes the modality of each of its batches and the rows of its entries, for
+        entry_rows: for each member that is read the modality of each of its batches and the rows of its entries, for
             what the pool must hold.
         modalities: of all media items of the step, by name.
         positions: microbatches of each member of the trunk.
-        producers_per_rank: for how many roles that encode a rank works at most.
+        read_per_rank: for how many roles that are read a rank works at most.
+        reading_per_rank: for how many roles that read a rank works at most.
         in_turns: the order of all passes of this rank's roles that encode, where some role needs other ranks to compute
             and this rank has several. None lets it do what it can of the first role before it turns to the next.
         holds_all: the pool has bytes for all that a rank puts in the step, on every rank: one that waits for others
             inside of a computation takes nothing out of it meanwhile, and must not keep them from coming.
-        read_rows: where that is so, for each member of the trunk the modalities and rows of the entries that it reads.
+        read_rows: where that is so, for each member that reads the modalities and rows of the entries that it reads.
     """
 
     roles: Mapping[str, RankRole]
     entry_rows: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
     modalities: tuple[str, ...]
     positions: int
-    producers_per_rank: int = 1
+    read_per_rank: int = 1
+    reading_per_rank: int = 1
     in_turns: tuple[Work, ...] | None = None
     holds_all: bool = False
     read_rows: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
@@ -168,10 +172,14 @@ class StepProgram:
         if self.in_turns is None:
             return [Lane((role,), tuple(of_role)) for role, of_role in works.items()]
         producers = {role: each for role, each in self.roles.items() if not each.reads}
+        reading = [each for each in self.roles.values() if each.reads]
+        # What is read of a role that reads is answered between its forward and its backward.
         at_position: list[list[Work]] = [[] for _ in range(self.positions)]
-        for consumer in (each for each in self.roles.values() if each.reads):
-            for work in works[consumer.role]:
-                at_position[consumer.due[work.batch.number]].append(work)
+        for passes in ("forward", "both", "backward"):
+            for each in reading:
+                for work in works[each.role]:
+                    if passes == (work.kind if each.makes else "both"):
+                        at_position[each.position_of(work)].append(work)
         frozen = [work for work in self.in_turns if work.batch.role not in trained and work.kind == "forward"]
         due = [
             (Due(work.kind, producers[work.batch.role].position_of(work)), work)
@@ -180,6 +188,18 @@ class StepProgram:
         ]
         # Nothing has to be kept of what is frozen, so it comes first.
         return [Lane((*producers, *(self.roles.keys() - producers)), (*frozen, *taking_turns(due, at_position)))]
+
+    def without_behind(self, graph: RoleGraph) -> StepProgram:
+        """The same without the roles behind the trunk, where nothing is generated."""
+        roles = {role: each for role, each in self.roles.items() if role not in graph.behind}
+        if graph.trunk in roles:
+            trunk = roles[graph.trunk]
+            batches = {place: replace(batch, made=()) for place, batch in trunk.batches.items()}
+            roles[graph.trunk] = replace(trunk, batches=batches, makes=False)
+        modalities = tuple(name for name in self.modalities if name not in graph.generated)
+        encoded = tuple(tuple(each for each in own if each[0] in modalities) for own in self.entry_rows)
+        read = tuple(tuple(each for each in own if each[0] in modalities) for own in self.read_rows)
+        return replace(self, roles=roles, modalities=modalities, entry_rows=encoded, read_rows=read, _sizes={})
 
     def pool_demand(self, specs: FeatureSpecs) -> PoolDemand:
         """The bytes that the step needs of the pool; worked out once.
@@ -199,36 +219,29 @@ class PoolDemand:
     Attributes:
         least: bytes with which the fixed order of the step cannot block, on any rank. Gradients have as many bytes of
             their own; as fewer of them are held together than of features, it is enough.
-        ample: bytes with which no rank waits for room inside the step: all features of the busiest member that encodes.
+        ample: bytes with which no rank waits for room inside the step: all features of the busiest member that is read.
         features: role of this rank -> number of each entry that it makes -> what is reserved for it, in the order in
             which they are put.
-        gradients: the same for the gradients that this rank returns, of all its roles, and part of the entry.
+        gradients: the same for the gradients that it returns as a role that reads, by number and part of the entry.
     """
 
     def __init__(self, program: StepProgram, specs: FeatureSpecs) -> None:
         sized = [[specs[modality].entry_nbytes(rows) for modality, rows in of_rank] for of_rank in program.entry_rows]
-        # Those of one encoder lie apart from those of another, since the order of the two is a matter of time.
-        together = program.producers_per_rank
+        # Those of one role lie apart from those of another, since the order of the two is a matter of time.
+        together = program.read_per_rank
         self.ample = together * max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
         if program.holds_all:
             # Features of its own on one side, gradients of all that it reads on the other.
             read_by = (sum(sum(specs[name].entry_nbytes(rows)) for name, rows in each) for each in program.read_rows)
-            self.least = self.ample = max(self.ample, *read_by, 0)
+            self.least = self.ample = max(self.ample, program.reading_per_rank * max(read_by, default=0))
         else:
             each_least = (assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized)
             self.least = together * max(each_least, default=0)
         self.features = {name: _reserved(role, specs) for name, role in program.roles.items()}
-        batches = [batch for role in program.roles.values() for batch in role.batches.values()]
-        read = [each for batch in batches for each in batch.read if each.answers]
-        nbytes = _nbytes(read, specs)
-        # Who made rows copies gradients whenever it has its turn: none is held until another one was put.
-        self.gradients: dict[tuple[int, int], Reservation] = {
-            (each.entry, each.part): Reservation(size, released_after=number)
-            for number, (each, size) in enumerate(zip(read, nbytes, strict=True))
-        }
+        self.gradients = {name: _answers(role, specs) for name, role in program.roles.items() if role.reads}
         if program.holds_all:
             self.features = {role: _held_to_the_end(reserved) for role, reserved in self.features.items()}
-            self.gradients = _held_to_the_end(self.gradients)
+            self.gradients = {role: _held_to_the_end(reserved) for role, reserved in self.gradients.items()}
 
 
 def _nbytes(entries: Sequence[MadeEntry | ReadEntry], specs: FeatureSpecs) -> list[int]:
@@ -243,6 +256,16 @@ def _reserved(role: RankRole, specs: FeatureSpecs) -> dict[int, Reservation]:
     return dict(zip([each.entry for of_batch in made for each in of_batch], own, strict=True))
 
 
+def _answers(role: RankRole, specs: FeatureSpecs) -> dict[tuple[int, int], Reservation]:
+    """Reservations for the gradients that a role returns."""
+    read = [each for batch in role.batches.values() for each in batch.read if each.answers]
+    # Who made rows copies gradients whenever it has its turn: none is held until another one was put.
+    return {
+        (each.entry, each.part): Reservation(size, released_after=number)
+        for number, (each, size) in enumerate(zip(read, _nbytes(read, specs), strict=True))
+    }
+
+
 def _held_to_the_end(reserved: Mapping[_Named, Reservation]) -> dict[_Named, Reservation]:
     """Each with bytes of its own."""
     return {entry: Reservation(each.nbytes, released_after=len(reserved) - 1) for entry, each in reserved.items()}
@@ -253,7 +276,9 @@ def _held_by_batch(batches: Iterable[Sequence[int]]) -> list[Reservation]:
 
     A batch is put as a whole, so its entries are held together. No other is: readers take features in the order in
     which their makers publish them (the invariant of ``StepPlan.batches``), copy them when they arrive and
-    release them at once, so all that was published before a waiting batch is read without it.
+    release them at once, so all that was published before a waiting batch is read without it. It is the same of rows
+    that microbatches make: of all that wait for room take one of the lowest position; those who read lower ones have
+    all that they take, and come to its own.
     """
     reserved: list[Reservation] = []
     for batch in batches:

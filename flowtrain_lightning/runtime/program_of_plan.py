@@ -9,6 +9,7 @@ import numpy as np
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, joint_order, member_orders
+from flowtrain_lightning.packing.policies.trunk_order import trunk_order
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
 
@@ -28,47 +29,81 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         made.setdefault(entry.maker, []).append(number)
         for reader in entry.readers:
             read.setdefault(reader, []).append(number)
-    roles = [_reading_role(plan, shard, read)] if trunk in shard.own else []
+    roles = [_trunk_role(plan, shard, made, read)] if trunk in shard.own else []
+    roles += [_role_behind(plan, shard, role, read) for role in members.behind if role in shard.own]
     in_turns = None
-    if len(shard.own) > 1 and members.in_fixed_order:
+    if len(shard.own) > 1 and members.in_fixed_order and shard.encodes:
         in_turns, encoding = _encoding_in_turns(plan, shard, made, kept_batches)
     else:
         encoding = _encoding_roles(plan, shard, made, kept_batches)
     roles += encoding
     # A role that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     # So would one that waits for other ranks inside of a pass, where others wait for what several microbatches read.
-    some_in_turns = members.in_fixed_order and (bool(members.colocated) or plan.encoded_as is not None)
+    # So would one that gives gradients back to ranks that wait for others inside of a microbatch.
+    waited_for = bool(members.colocated) or plan.encoded_as is not None or bool(members.behind)
+    some_in_turns = members.in_fixed_order and waited_for
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
     return StepProgram(
         {role.role: role for role in roles},
         _made_rows(plan, made),
         tuple(sorted({entry.modality for entry in plan.entries})),
         len(plan.microbatches[0]),
-        members.producers_per_rank,
+        members.producers_per_rank + any(role in members.colocated for role in members.behind),
+        1 + any(role in members.colocated for role in members.behind),
         in_turns=in_turns,
         holds_all=holds_all,
         read_rows=_read_rows(plan) if holds_all else (),
     )
 
 
-def _reading_role(plan: StepPlan, shard: RankShard, entries: Mapping[BatchOf, Sequence[int]]) -> RankRole:
-    """A rank's part in the trunk: each microbatch backward at once, as nobody waits for what it makes.
+def _trunk_role(
+    plan: StepPlan,
+    shard: RankShard,
+    made: Mapping[BatchOf, Sequence[int]],
+    read: Mapping[BatchOf, Sequence[int]],
+) -> RankRole:
+    """A rank's part in the trunk.
 
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
-        entries: batch -> the entries that it reads.
+        made: batch -> the entries that it makes.
+        read: batch -> the entries that it reads.
     """
     role, member = shard.members.trunk, shard.own[shard.members.trunk]
-    microbatches = plan.batches[role][member]
-    pads = bool(shard.members.meeting(role).passes)
-    numbers = [number for number, samples in enumerate(microbatches) if len(samples) or pads]
+    microbatches = [BatchOf(role, member, number) for number in range(len(plan.batches[role][member]))]
+    pads, order = bool(shard.members.meeting(role).passes), trunk_order(plan, shard.members)
     batches = {
-        number: _reading_batch(plan, BatchOf(role, member, number), entries.get(BatchOf(role, member, number), ()))
-        for number in numbers
+        each.number: _reading_batch(plan, each, read.get(each, ()), _made_entries(plan, made.get(each, ())))
+        for each in microbatches
+        if len(plan.batches[role][member][each.number]) or pads
     }
-    passes: list[Pass] = [(kind, number) for number in numbers for kind in ("forward", "backward")]  # type: ignore[misc]
-    return RankRole(role, member, batches, tuple(passes), tuple(range(len(microbatches))), reads=True)
+    passes = tuple((kind, number) for kind, number in order.passes if number in batches)
+    due = tuple(range(len(microbatches)))
+    makes = bool(shard.members.behind)
+    return RankRole(role, member, batches, passes, due, order.answered, reads=True, makes=makes)
+
+
+def _role_behind(plan: StepPlan, shard: RankShard, role: str, read: Mapping[BatchOf, Sequence[int]]) -> RankRole:
+    """A rank's part in a role behind the trunk: each batch backward at once, as nobody waits for what it makes.
+
+    Args:
+        plan: who encodes and who reads what.
+        shard: which rank it is.
+        role: the role.
+        read: batch -> the entries that it reads.
+    """
+    member = shard.own[role]
+    meets = bool(shard.members.meeting(role).passes)
+    turns = plan.turns_of(role) if meets else plan.turns[role][member]
+    number_of = {turn: number for number, turn in enumerate(plan.turns[role][member])}
+    batches = {}
+    for place, turn in enumerate(turns):
+        batch = BatchOf(role, member, number_of.get(turn, PADDING))
+        batches[place] = RankBatch(PADDING) if batch.number == PADDING else _reading_batch(plan, batch, read[batch])
+    passes: list[Pass] = [(kind, place) for place in batches for kind in ("forward", "backward")]  # type: ignore[misc]
+    due = tuple(position for position, _ in turns)
+    return RankRole(role, member, batches, tuple(passes), due, due, reads=True)
 
 
 def _encoding_roles(
@@ -106,15 +141,16 @@ def _encoding_in_turns(
     if len(shard.encodes) == 1:
         roles = _encoding_roles(plan, shard, entries, kept_batches)
         return tuple(work for role in roles for work in role.works(trains=True)), roles
+    order = trunk_order(plan, shard.members)
     turns = {role: plan.turns_of(role) for role in shard.encodes}
-    until = {role: plan.turns_until(role, turns[role]) for role in shard.encodes}
+    until = {role: tuple(map(order.answered_after, plan.turns_until(role, turns[role]))) for role in shard.encodes}
     joint, roles = joint_order(turns, kept_batches, until), []
     for role in shard.encodes:
         member = shard.own[role]
         own = turns[role] if shard.members.meeting(role).passes else plan.turns[role][member]
         passes = tuple(each for name, each in joint.passes if name == role and turns[role][each[1]] in own)
-        order = MemberOrder(turns[role], passes, joint.recomputed[role])
-        batches = _making_batches(plan, role, member, entries, order)
+        in_order = MemberOrder(turns[role], passes, joint.recomputed[role])
+        batches = _making_batches(plan, role, member, entries, in_order)
         due = tuple(position for position, _ in turns[role])
         roles.append(RankRole(role, member, batches, passes, due, until[role], makes=True))
     has = {role.role: role.batches for role in roles}
@@ -130,17 +166,22 @@ def _making_batches(
     batches: dict[int, RankBatch] = {}
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
-        own = [(entry, plan.entries[entry]) for entry in entries.get(BatchOf(role, member, number), ())]
-        made = tuple(MadeEntry(entry, found.modality, found.rows, found.members) for entry, found in own)
+        made = _made_entries(plan, entries.get(BatchOf(role, member, number), ()))
         batches[place] = RankBatch(number, made, recomputes=place in order.recomputed)
     return batches
+
+
+def _made_entries(plan: StepPlan, numbers: Sequence[int]) -> tuple[MadeEntry, ...]:
+    found = ((number, plan.entries[number]) for number in numbers)
+    return tuple(MadeEntry(number, entry.modality, entry.rows, entry.members) for number, entry in found)
 
 
 def _made_rows(
     plan: StepPlan, made: Mapping[BatchOf, Sequence[int]]
 ) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
-    """For each member that encodes, of each of its batches the modality, and the rows of its entries."""
+    """For each member that is read, of each of its batches the modality, and the rows of its entries."""
     found: dict[tuple[str, int], list[tuple[str, tuple[int, ...]]]] = {maker: [] for maker in plan.makers}
+    found |= {(batch.role, batch.member): [] for batch in made}
     for batch, numbers in made.items():
         rows = tuple(plan.entries[number].rows for number in numbers)
         found[batch.role, batch.member].append((plan.entries[numbers[0]].modality, rows))
@@ -148,24 +189,25 @@ def _made_rows(
 
 
 def _read_rows(plan: StepPlan) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
-    """For each member of the trunk, the modality and rows of every entry that it reads."""
-    read: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in plan.microbatches]
+    """For each member that reads, the modality and rows of every entry that it reads."""
+    read: dict[tuple[str, int], list[tuple[str, tuple[int, ...]]]] = {}
     for entry in plan.entries:
-        for _, member in entry.members:
-            read[member].append((entry.modality, (entry.rows,)))
-    return tuple(map(tuple, read))
+        for member in entry.members:
+            read.setdefault(member, []).append((entry.modality, (entry.rows,)))
+    return tuple(map(tuple, read.values()))
 
 
-def _reading_batch(plan: StepPlan, batch: BatchOf, numbers: Sequence[int]) -> RankBatch:
+def _reading_batch(
+    plan: StepPlan, batch: BatchOf, numbers: Sequence[int], made: tuple[MadeEntry, ...] = ()
+) -> RankBatch:
     rows: dict[str, int] = {}
     read: dict[int, ReadEntry] = {}
-    samples = plan.batches[batch.role][batch.member][batch.number]
     for modality in sorted({plan.entries[entry].modality for entry in numbers}):  # as one process has them, by name
-        rows[modality], places = _places(plan, samples, modality)
+        rows[modality], places = _places(plan, plan.media_of(batch, modality))
         for entry in numbers:
             if (found := plan.entries[entry]).modality == modality:
                 read[entry] = _read_entry(plan, entry, found, batch, places)
-    return RankBatch(batch.number, read=tuple(read[entry] for entry in numbers), rows_read=rows)
+    return RankBatch(batch.number, made, tuple(read[entry] for entry in numbers), rows)
 
 
 def _read_entry(
@@ -191,21 +233,17 @@ def _read_entry(
     )
 
 
-def _places(plan: StepPlan, samples: IntArray, modality: str) -> tuple[int, dict[int, list[int]]]:
-    """Finds the places of the features of a microbatch's media items of one modality.
+def _places(plan: StepPlan, media: IntArray) -> tuple[int, dict[int, list[int]]]:
+    """Finds the places of the rows of a batch's media items of one modality.
 
     Args:
         plan: the step's plan.
-        samples: of the microbatch.
-        modality: of the media items.
+        media: the media items, in the order in which their rows are read.
 
     Returns:
-        rows of features in all; and for each media item that is encoded the first row of it, wherever it appears.
+        rows in all; and for each media item of which some are made the first row of it, wherever it appears.
     """
     sizes = plan.sizes
-    media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in samples])
-    if sizes.media_modality is not None:
-        media = media[sizes.media_modality[media] == modality]
     ends = np.cumsum(sizes.media_rows[media])
     encoded = media if plan.encoded_as is None else plan.encoded_as[media]
     places: dict[int, list[int]] = {}

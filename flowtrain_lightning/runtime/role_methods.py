@@ -8,8 +8,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import as_features
-from flowtrain_lightning.data import Features
+from flowtrain_lightning.compute.compute import Compute, as_features
+from flowtrain_lightning.compute.joint_losses import JointLosses
+from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
+from flowtrain_lightning.parallel.random_streams import global_seed
 from flowtrain_lightning.runtime.gathering import Gathering
 from flowtrain_lightning.runtime.program import PADDING, RankBatch
 from flowtrain_lightning.runtime.step import RankContext, Step
@@ -88,11 +90,21 @@ class BackboneMethod:
         predictions: to which they are appended, on the rank that speaks for those that share a microbatch.
         speaks: this rank does.
         counts: its losses and logged values count; of tensor ranks, which all have the same, those of the first do.
+        losses: says what the loss is divided by where others join it; None: it has none beside it.
     """
 
     batch_name = "microbatch"
 
-    def __init__(self, context: RankContext, predictions: list[Any], *, speaks: bool, counts: bool) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        predictions: list[Any],
+        *,
+        speaks: bool,
+        counts: bool,
+        losses: JointLosses | None = None,
+    ) -> None:
+        self._losses = losses
         self._context = context
         self._predictions = predictions
         self._speaks = speaks
@@ -103,21 +115,10 @@ class BackboneMethod:
         compute, packed = self._context.compute, step.batch.microbatches[batch.number]
         assert packed is not None
         rows = {name: tuple(each for each in read.tensors(name) if each is not None) for name in read.names}
-        if (members := step.batch.shard.members).meeting(members.trunk).passes:
-            # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
-            # features meet, such as a projector, takes part here as well.
-            absent = [modality for modality in step.program.modalities if modality not in rows]
-            rows |= {modality: compute.specs[modality].no_rows(compute.device) for modality in absent}
-            places = {**packed.media_positions, **dict.fromkeys(absent, packed.tokens[:0])}
-            packed = replace(packed, media_positions=places)
-        features: Features = {}
-        for modality, tensors in sorted(rows.items()):
-            for tensor in tensors:
-                tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
-            features |= as_features(modality, tensors)
+        packed, features = with_features(step, compute, packed, rows)
         if step.stage == "train" and batch.number == 0:
             compute.check_context(packed, features)
-        result = compute.microbatch(
+        result, made = compute.microbatch_and_rows(
             packed,
             features,
             stage=step.stage,
@@ -129,9 +130,90 @@ class BackboneMethod:
         if step.stage == "predict":
             self._predictions += [] if is_padding or not self._speaks else [result]
         if not keep or not result.requires_grad:
-            return ForwardResult()
-        return ForwardResult(loss=result, seed=torch.full_like(result, 0.0 if is_padding else 1.0))
+            return ForwardResult(made)
+        seed = 1.0 if self._losses is None else self._losses.seed(step.plan, step.plan.graph.trunk)
+        return ForwardResult(made, result, torch.full_like(result, 0.0 if is_padding else seed))
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
         """See `RoleMethod`: each microbatch has samples, or is one that others need."""
         return False
+
+
+class GeneratorMethod:
+    """Runs ``generator_loss``.
+
+    Args:
+        context: what the rank works with.
+        role: behind the trunk.
+        losses: says what its loss is divided by.
+        counts: its losses and logged values count.
+    """
+
+    def __init__(self, context: RankContext, role: str, losses: JointLosses, *, counts: bool) -> None:
+        self.batch_name = f"{role} batch"
+        self._context = context
+        self._role = role
+        self._losses = losses
+        self._counts = counts
+
+    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
+        """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
+        role, compute, is_padding = self._role, self._context.compute, batch.number == PADDING
+        media = step.batch.padding_media[role] if is_padding else step.batch.media[role][batch.number]
+        assert media is not None
+        items = PackedTargets(media, global_seed(), *step.name)
+        if is_padding:
+            rows = sum(items.condition_rows)
+            condition = tuple(each.new_zeros(rows, *each.shape[1:]) for each in no_rows(compute, media.modality))
+        else:
+            condition = tuple(each for each in read.tensors(media.modality) if each is not None)
+            for tensor in condition:
+                tensor.requires_grad_(media.modality in step.answered and tensor.is_floating_point())
+        loss = compute.generate(
+            role,
+            items,
+            condition,
+            stage=step.stage,
+            number=batch.number * len(step.plan.batches[role]) + member,
+            counts=self._counts and not is_padding,
+        )
+        if not keep or not loss.requires_grad:
+            return ForwardResult()
+        seed = 0.0 if is_padding else self._losses.seed(step.plan, role, compute.patch_dims[role])
+        return ForwardResult(loss=loss, seed=torch.full_like(loss, seed))
+
+    def is_for_nothing(self, batch: RankBatch) -> bool:
+        """See `RoleMethod`: where nothing is learned, other ranks still gather weights in every forward."""
+        return False
+
+
+def no_rows(compute: Compute, modality: str) -> tuple[Tensor, ...]:
+    """No rows of a modality."""
+    return compute.specs[modality].no_rows(compute.device)
+
+
+def with_features(
+    step: Step, compute: Compute, packed: PackedBatch, rows: dict[str, tuple[Tensor, ...]]
+) -> tuple[PackedBatch, Features]:
+    """A microbatch and its features.
+
+    Args:
+        step: the step.
+        compute: knows what rows are.
+        packed: the microbatch.
+        rows: modality -> rows of features that it reads.
+    """
+    if (members := step.batch.shard.members).meeting(members.trunk).passes:
+        # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
+        # features meet, such as a projector, takes part here as well.
+        encoded = (modality for modality in step.program.modalities if modality not in step.plan.graph.generated)
+        absent = [modality for modality in encoded if modality not in rows]
+        rows = {**rows, **{modality: no_rows(compute, modality) for modality in absent}}
+        places = {**packed.media_positions, **dict.fromkeys(absent, packed.tokens[:0])}
+        packed = replace(packed, media_positions=places)
+    features: Features = {}
+    for modality, tensors in sorted(rows.items()):
+        for tensor in tensors:
+            tensor.requires_grad_(modality in step.answered and tensor.is_floating_point())
+        features |= as_features(modality, tensors)
+    return packed, features

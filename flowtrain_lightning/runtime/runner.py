@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
@@ -29,7 +30,7 @@ from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.rank_metrics import BatchTimes, RankMetrics
-from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
+from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod, GeneratorMethod
 from flowtrain_lightning.runtime.step import STAGES, RankContext, Step
 from flowtrain_lightning.runtime.step_end import Note, StepEnd
 from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, DeviceClock, Timeline
@@ -82,13 +83,15 @@ class RoleRunner:
         limits = [limit for role in encoders if (limit := layouts[role].most_kept_forwards) is not None]
         self._encoder_activations = min(encoder_activations, *limits) if limits else encoder_activations
         self.trunk = job.allocation.trunk
-        self._roles = tuple(role for role in (self.trunk, *encoders) if role in job.roles)
+        self._behind = job.allocation.graph.behind
+        self._roles = tuple(role for role in (self.trunk, *self._behind, *encoders) if role in job.roles)
         self._encoder = next((role for role in encoders if role in self._roles), None)
-        encode = dict.fromkeys(rank for role in encoders for rank in ranks[role])
-        self._listeners = [rank for rank in encode if rank not in ranks[self.trunk]]
+        encode = dict.fromkeys(rank for role in encoders for rank in ranks[role] if rank not in ranks[self.trunk])
+        generate = dict.fromkeys(rank for role in self._behind for rank in ranks[role] if rank not in ranks[self.trunk])
+        self._listeners = [*(encode | generate)]
         # Of ranks that need each other to encode and are of two kinds, one kind has no time in which to work ahead.
         needs_others = job.allocation.placement == "mixed" and any(layouts[role].shares_weights for role in encoders)
-        self._frozen_works_ahead = bool(self._listeners) and not needs_others
+        self._frozen_works_ahead = bool(encode) and not needs_others
         self._engines = {role: engines[role] for role in self._roles}
         device = trainer.strategy.root_device
         # Where roles share a default group, all of its ranks ask for the groups of all roles.
@@ -98,12 +101,14 @@ class RoleRunner:
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
         self._parameters = list(module.parameters())
         # Without memory on a rank that does not encode.
-        self._encoder_parameters = {role: half_parameters(module, role) for role in encoders}
+        self._of_roles = {role: half_parameters(module, role) for role in job.allocation.roles}
+        self._losses = JointLosses(module)
         # Where weights are gathered and given back, casts that are kept would stay in their place.
         whole = [role for role in self._roles if not layouts[role].gathers_weights]
         self._compute = Compute(module, trainer, device, self._engines, keeps_casts=whole)
         self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
-        self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
+        behind = {role: self._compute.metrics_behind[role] for role in self._behind}
+        self._step_end = StepEnd(job, self._listeners, self._compute.metrics, behind, self._losses)
         self._epoch_metrics = EpochMetricSync(job)
         self._rank_metrics = RankMetrics.of(job, self.timeline)
         self._batch_times = BatchTimes(self.timeline)
@@ -117,7 +122,7 @@ class RoleRunner:
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
-        training = self._training_encoders()
+        training = self._training_roles()
         step, context = self._begin(batch, "train", training)
         for parameter in self._parameters:
             parameter.grad = None
@@ -132,8 +137,9 @@ class RoleRunner:
             report = self._end(step, context, batch_idx, note)
         context.enter("wait for the sum of the gradients", step)
         start = self.timeline.start()
+        self._losses.refuse_other_counts(step.plan, report, self._compute.patch_dims)
         for engine in self._engines.values():
-            engine.finish_gradients(1 / max(report.tokens, 1))
+            engine.finish_gradients(self._losses.scale(report))
         self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
         for role, unused in self._unused_features.items():
             if role in training and step.executed[role]:
@@ -162,13 +168,14 @@ class RoleRunner:
         return outputs
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The 2-norm of the gradients of both halves; on their device, where this rank has all halves that train."""
+        """The 2-norm of the gradients of all halves; on their device, where this rank has all halves that train."""
         given = {id(parameter) for parameter in parameters}
         squares: dict[str, Tensor] = {}  # of this rank's roles, and equal on all ranks of each
         for role, engine in self._engines.items():
             gradients = [p.grad for p in engine.parameters if p.grad is not None and id(p) in given]
             squares[role] = engine.squared_norm(gradients)
-        if not self._listeners or not self._training_encoders():
+        elsewhere = [role for role in self._training_roles() if role != self.trunk]
+        if not self._listeners or not elsewhere:
             return sum(squares.values(), torch.zeros((), dtype=torch.float64)).sqrt()
         roles, ranks = self._job.allocation.roles, self._job.allocation.ranks
         spoken = torch.zeros(len(roles), dtype=torch.float64)
@@ -229,17 +236,23 @@ class RoleRunner:
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
         speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
-        method = BackboneMethod(context, predictions, speaks=speaks, counts=counts)
+        method = BackboneMethod(context, predictions, speaks=speaks, counts=counts, losses=self._losses)
         return RolePart(method, speaks=speaks)
+
+    def _part(self, context: RankContext, role: str, predictions: list[Any]) -> RolePart:
+        if role == self.trunk:
+            return self._trunk_part(context, predictions)
+        if role not in self._behind:
+            return self._encoder_part(context, role)
+        method = GeneratorMethod(context, role, self._losses, counts=self._job.is_first_tensor_rank(role))
+        return RolePart(method, speaks=self._job.is_first(role))
 
     def _run_works(self, step: Step, context: RankContext, predictions: list[Any]) -> None:
         if step.stage == "train":
             for buffers in self._buffers.values():
                 buffers.note()
-        parts = {
-            role: self._trunk_part(context, predictions) if role == self.trunk else self._encoder_part(context, role)
-            for role in self._roles
-        }
+        skipped = self._behind if step.stage == "predict" else ()
+        parts = {role: self._part(context, role, predictions) for role in self._roles if role not in skipped}
         begun = {} if self._encoder is None or self._later is None else {self._encoder: self._later.take(step)}
         Executor(context, parts, step, begun).run()
         self._compute.end_step()
@@ -269,7 +282,8 @@ class RoleRunner:
             self._frozen.note(step.stage)
         if self.trunk in self._roles:
             return self._step_end.agree(context, step, note)
-        work_ahead = self._work_ahead(step, context, steps_left) if may_work_ahead else None
+        works_ahead = may_work_ahead and self._encoder is not None
+        work_ahead = self._work_ahead(step, context, steps_left) if works_ahead else None
         return self._step_end.receive(context, step, note, work_ahead)
 
     def _work_ahead(self, step: Step, context: RankContext, steps_left: int) -> WorkAhead:
@@ -312,9 +326,9 @@ class RoleRunner:
             note["metrics"] = self._rank_metrics.take(self.pool_counters)
         return note if self.collects_timings or wants_metrics else None
 
-    def _training_encoders(self) -> list[str]:
-        """The roles of encoders that train now: a callback may freeze them between steps."""
-        return [role for role, weights in self._encoder_parameters.items() if any(w.requires_grad for w in weights)]
+    def _training_roles(self) -> list[str]:
+        """The roles that train now: a callback may freeze them between steps."""
+        return [role for role, weights in self._of_roles.items() if any(w.requires_grad for w in weights)]
 
     def _steps_left(self, stage: str, batch_idx: int) -> int:
         trainer = self.trainer

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Compute, FeatureSpecs
+from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.copy_stream import CopyStream
+from flowtrain_lightning.compute.feature_spec import FeatureSpecs
 from flowtrain_lightning.data import StepBatch, StepPlan
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram
@@ -17,14 +18,14 @@ from flowtrain_lightning.runtime.timeline import STALL, Timeline
 
 STAGES = ("train", "val", "test", "predict")
 
-_FEATURES, _GRADIENTS, _REPORT, _NOTES, _KINDS = range(5)
+_FEATURES, _GRADIENTS, _REPORT, _NOTES, _LOSSES, _KINDS = range(6)
 
 
 class Step:
     """A step of one stage.
 
     Args:
-        training: roles of encoders that train now, whether they have media items in the step or not.
+        training: roles that train now, whether they have something to do in the step or not.
 
     Attributes:
         batch: this rank's part.
@@ -34,11 +35,14 @@ class Step:
         index: counts the steps of this stage since the start of the run, alike on all ranks.
         trains: gradients go back to an encoder.
         trained: roles that have backwards in the step.
-        answered: modalities of the step to whose encoders gradients go.
+        answered: modalities of the step to whose makers gradients go: to an encoder that trains, and to a trunk through
+            which they reach weights that train, of its own or of an encoder.
         name: epoch and step within it, which name random streams.
         features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
         gradients: channel for the gradients of features, with keys of the same form.
-        report: channel on which encoder ranks find the step's report, under ``index``.
+        report: channel on which ranks without the trunk find the step's report, under ``index``.
+        losses: channel on which ranks of the trunk find the losses of roles behind it, under ``index`` and the role's
+            number.
         notes: channel for what encoder ranks tell at the step's end, under a round and their number among all
             that encode.
         executed: role -> its forwards and backwards, in the order in which this rank ran them.
@@ -50,17 +54,19 @@ class Step:
         graph = batch.shard.members.graph
         self.batch = batch
         self.plan: StepPlan = batch.plan
-        self.program = program
+        self.program = program.without_behind(graph) if stage == "predict" and graph.behind else program
         self.stage = stage
         self.index = index
-        self.trains = bool(training)
-        self.trained = frozenset([*training, graph.trunk] if stage == "train" else [])
-        self.answered = frozenset(name for name in program.modalities if graph.producer_of(name) in training)
+        encoders = [role for role in graph.producers if role in training]
+        self.trains = bool(encoders)
+        self.trained = frozenset([*encoders, graph.trunk, *graph.behind] if stage == "train" else [])
+        reached = {*encoders, *([graph.trunk] if encoders or graph.trunk in training else [])}
+        self.answered = frozenset(name for name in self.program.modalities if graph.maker_of(name) in reached)
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS
         self.features, self.gradients = first + _FEATURES, first + _GRADIENTS
-        self.report, self.notes = first + _REPORT, first + _NOTES
+        self.report, self.notes, self.losses = first + _REPORT, first + _NOTES, first + _LOSSES
 
     def reserved_features(self, specs: FeatureSpecs, role: str, begun: int = 0) -> dict[Key, Reservation]:
         """Reservations for the rows that a role of this rank makes, in the order in which it puts entries.
@@ -78,9 +84,9 @@ class Step:
             demand = {entry: Reservation(demand[entry].nbytes, demand[entry].released_after - before) for entry in left}
         return {Key(self.features, self.index, entry): reserved for entry, reserved in demand.items()}
 
-    def reserved_gradients(self, specs: FeatureSpecs) -> dict[Key, Reservation]:
-        """Reservations for the gradients that this rank gives back, in the order in which it puts entries."""
-        demand = self.program.pool_demand(specs).gradients
+    def reserved_gradients(self, specs: FeatureSpecs, role: str) -> dict[Key, Reservation]:
+        """Reservations for the gradients that a role of this rank gives back, in the order in which it puts entries."""
+        demand = self.program.pool_demand(specs).gradients[role]
         if len(self.answered) < len(self.program.modalities):
             answered = [part for part in demand if self.plan.entries[part[0]].modality in self.answered]
             demand = {part: Reservation(demand[part].nbytes, number) for number, part in enumerate(answered)}

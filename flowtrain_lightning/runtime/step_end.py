@@ -1,4 +1,6 @@
-"""Ends a step: the backbone ranks agree on a report, which reaches encoder ranks through the pool.
+"""Ends a step: the backbone ranks agree on a report, which reaches all other ranks through the pool.
+
+Ranks of a role behind the backbone have agreed before on what it is to hold of their loss.
 
 Whatever else ranks have to tell of a step goes with it as notes. Backbone ranks exchange theirs when they agree. An
 encoder rank sends its own through the pool, since one that works ahead must not be made to wait: a note that finds no
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.parallel.engine import StepRecord
@@ -38,18 +41,29 @@ class StepEnd:
 
     Args:
         job: the calling rank's.
-        listeners: global rank of every encoder rank that has no backbone lane.
+        listeners: global rank of every rank that has no backbone lane.
         metrics: stage -> what the calling rank's microbatches left there.
+        behind: role behind the backbone -> the same of its batches.
+        losses: joins the reports of several roles; None where the backbone alone has a loss.
     """
 
-    def __init__(self, job: Job, listeners: Sequence[int], metrics: Mapping[str, MetricAccumulator]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        listeners: Sequence[int],
+        metrics: Mapping[str, MetricAccumulator],
+        behind: Mapping[str, Mapping[str, MetricAccumulator]] | None = None,
+        losses: JointLosses | None = None,
+    ) -> None:
         self._job = job
+        self._behind, self._losses = behind or {}, losses
         self._mesh, self._trunk = job.mesh, job.allocation.trunk
         self._sum = partial(job.groups.sum_over_role, self._trunk)
         self._gather = partial(job.groups.gather_over_role, self._trunk)
         self._listeners = listeners
-        encoders = [rank for role in job.allocation.producers for rank in job.allocation.ranks[role]]
-        self._senders = {rank: encoders.index(rank) for rank in listeners}
+        self._producers = job.allocation.producers
+        others = [rank for role in (*self._producers, *self._behind) for rank in job.allocation.ranks[role]]
+        self._senders = {rank: others.index(rank) for rank in listeners}
         self._speaker = job.allocation.ranks[self._trunk][0]
         self._metrics = metrics
         self._rounds = 0  # how often notes were asked for, alike on all ranks
@@ -110,6 +124,8 @@ class StepEnd:
         start = context.timeline.start()
         asked_to_stop = any(page.sigterm for page in self._mesh.board.pages)
         report = self._metrics[step.stage].agree(asked_to_stop, self._sum, self._gather)
+        if self._losses is not None:
+            report = self._losses.joined(report, self._reports_behind(context, step))
         if note is not None:
             arrived = self._arrived(context, step) if self._job.rank == self._speaker else []
             self._rounds += 1
@@ -126,7 +142,7 @@ class StepEnd:
         return report
 
     def receive(self, context: RankContext, step: Step, note: Note | None, work_ahead: WorkAhead | None) -> StepReport:
-        """On an encoder rank without a backbone lane: the report, when the backbone ranks have agreed on it.
+        """On a rank without a backbone lane: the report, when the backbone ranks have agreed on it.
 
         Args:
             context: what the lanes work with.
@@ -135,11 +151,14 @@ class StepEnd:
             work_ahead: does pieces of work of later steps meanwhile; None where none may be done.
         """
         pool = context.pool
+        self._tell_behind(context, step)
         if note is not None:
             if note and not self._mesh.has_left(self._speaker):
-                # In the region of later steps: a note that nobody has read yet never stands where features must go.
+                # In the region in which this rank reserves nothing: a note that nobody has read yet never stands where
+                # features must go, or gradients.
                 number = self._senders[self._job.rank]
-                pool.put(Key(step.notes, self._rounds, number), [_as_tensor(note)], [self._speaker], ahead=True)
+                encodes = any(role in self._producers for role in self._job.roles)
+                pool.put(Key(step.notes, self._rounds, number), [_as_tensor(note)], [self._speaker], ahead=encodes)
             self._rounds += 1
         key = Key(step.report, step.index, 0)
         start, waits = context.timeline.start(), False
@@ -161,6 +180,40 @@ class StepEnd:
         report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
         lease.release()
         return replace(report, notes=tuple(report.notes))
+
+    def _agree_behind(self, context: RankContext, step: Step, role: str) -> StepReport:
+        """On every rank of a role behind the trunk: what it has to report."""
+        context.enter(f"wait for the other {role} ranks", step)
+        sums = partial(self._job.groups.sum_over_role, role), partial(self._job.groups.gather_over_role, role)
+        return self._behind[role][step.stage].agree(False, *sums)
+
+    def _reports_behind(self, context: RankContext, step: Step) -> dict[str, StepReport]:
+        """On every rank of the trunk: what roles behind it report."""
+        found = {}
+        for number, role in enumerate(self._behind):
+            if role in self._job.roles:
+                found[role] = self._agree_behind(context, step, role)
+                continue
+            key = Key(step.losses, step.index, number)
+            context.enter(f"wait for the loss of the {role}", step)
+            while not context.pool.arrived([key]):
+                context.pool.poll(_WAKE_SECONDS)
+            lease = context.pool.get(key)
+            assert lease is not None, "it has arrived"
+            found[role] = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
+            lease.release()
+        return found
+
+    def _tell_behind(self, context: RankContext, step: Step) -> None:
+        """On a rank of a role behind the trunk without a lane of it: tells what the role has to report."""
+        for number, role in enumerate(self._behind):
+            if role not in self._job.roles:
+                continue
+            told = [_as_tensor(vars(self._agree_behind(context, step, role)))]
+            if self._job.rank == self._job.allocation.ranks[role][0]:
+                readers, key = self._job.allocation.ranks[self._trunk], Key(step.losses, step.index, number)
+                while context.pool.put(key, told, readers) is None:
+                    context.pool.poll(_WAKE_SECONDS)
 
     def _arrived(self, context: RankContext, step: Step) -> list[Note]:
         """Notes of encoder ranks that are here by now."""

@@ -64,7 +64,8 @@ def error(found: Named, reference: Named) -> float:
     if not pairs:
         return 0.0
     whole = _norm(torch.stack([tensor.double().norm() for _, tensor in pairs]))
-    return max(_norm(a - b) / max(_norm(b), FLOOR * whole) for a, b in pairs if a is not None)
+    found_norms = ((_norm(a - b), max(_norm(b), FLOOR * whole)) for a, b in pairs if a is not None)
+    return max(float(distance > 0) if scale == 0 else distance / scale for distance, scale in found_norms)
 
 
 def same_bits(one: Run, other: Run) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain_lightning.compute.compute import FeatureSpec
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from tests.exactness.compare import Run, error, read_run, same_bits
 from tests.exactness.data import STEPS, steps_data, write_steps
 from tests.exactness.layouts import ranks_of

@@ -28,6 +28,21 @@ def test_roles_of_any_name_have_edges():
     assert [graph.producer_of(modality) for modality in LETTERS] == ["a", "b"]
 
 
+def test_a_role_behind_the_trunk_generates():
+    graph = graph_of(("generator", "encoder", "backbone"))
+    assert (graph.producers, graph.trunk, graph.behind) == (("encoder",), "backbone", ("generator",))
+    assert graph.roles == ("encoder", "backbone", "generator")
+    assert (graph.modality_of("generator"), graph.modality_of("encoder")) == ("generated", None)
+    assert (graph.maker_of("generated"), graph.maker_of("image")) == ("backbone", "encoder")
+    with pytest.raises(RoleError, match="No role encodes media of the modality 'generated'"):
+        graph.producer_of("generated")
+
+
+def test_an_edge_that_leaves_the_trunk_says_the_same():
+    graph = graph_of("abcd", {**LETTERS, "picture": ("c", "d")})
+    assert (graph.producers, graph.trunk, graph.behind, graph.generated) == (("a", "b"), "c", ("d",), {"picture"})
+
+
 def test_one_role_may_encode_several_modalities():
     graph = graph_of("ac", {"image": ("a", "c"), "audio": ("a", "c")})
     assert graph.producers == ("a",)
@@ -46,7 +61,9 @@ def test_a_modality_that_no_role_encodes_is_told():
         (("encoder_image", "backbone"), None, "does not say what flows"),
         (("encoder", "encoder_audio", "backbone"), None, "does not say what flows"),
         ("abcd", LETTERS, "the roles are 'a', 'b', 'c', 'd'. Give every role an edge"),
-        ("abc", {"image": ("a", "b"), "audio": ("b", "c")}, "to one and the same role"),
+        ("abcd", {"image": ("a", "b"), "audio": ("b", "c"), "depth": ("c", "d")}, "to one and the same role"),
+        ("abcd", {"image": ("a", "b"), "audio": ("b", "c"), "depth": ("b", "d")}, "2 of them leave 'b'. One role may"),
+        ("abc", {"image": ("a", "b"), "audio": ("b", "a"), "depth": ("c", "b")}, "to one and the same role"),
         ("abc", {"image": ("a", "b"), "audio": ("a", "c")}, "to one and the same role"),
         (
             "abc",

@@ -18,6 +18,9 @@ from tests.placement.profiles import make_profile
 PLAN = default_allocation(3, encoder_ranks=1)
 
 
+DRAWING = ("encoder", "backbone", "generator")
+
+
 def planned(placement, backbone, **encoders):
     """Roles with so many copies or of these layouts, on ranks one after another."""
     given = {"backbone": backbone, **encoders}
@@ -158,6 +161,24 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
 def test_a_plan_that_cannot_run_yet_is_refused(allocation, words):
     with pytest.raises(AllocationError, match=words):
         make_request(allocation, None, None, "auto").answer(len(set().union(*allocation.ranks.values())))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "words"),
+    [
+        (
+            Allocation("mixed", dict.fromkeys(DRAWING, Layout()), dict.fromkeys(DRAWING, (0,))),
+            "is mixed, but a generator behind the backbone runs in separate and colocated placements",
+        ),
+        (planned("separate", 1, encoder=Layout(2, shard="deepspeed-1"), generator=1), "DeepSpeed has not been tried"),
+        (planned("separate", Layout(1, context=2), encoder=1, generator=1), "gives the backbone .* not divided among"),
+        (planned("separate", 1, encoder=1, generator=Layout(1, tensor=2)), "gives the generator .* own layers among"),
+    ],
+    ids=["mixed", "DeepSpeed", "context", "tensor"],
+)
+def test_a_plan_that_cannot_run_with_a_generator_is_refused(allocation, words):
+    with pytest.raises(AllocationError, match=words):
+        make_request(allocation, None, None, "auto").answer(allocation.size, graph=graph_of(DRAWING))
 
 
 def test_a_plan_that_runs_has_no_reason_against_it():

@@ -14,20 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.allocator import ROLES
-from flowtrain_lightning.compute.compute import FeatureSpec
 from flowtrain_lightning.compute.copy_stream import CopyStream
-from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch, StepPlan
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
+from flowtrain_lightning.data import PackedBatch, PackedMedia, PackedTargets, RankShard, StepBatch, StepPlan
+from flowtrain_lightning.data.batch import GeneratedItem
+from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.program_of_plan import make_program
-from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
+from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod, GeneratorMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
-from tests.packing.sizes import meeting_of, shard_of
+from tests.packing.sizes import meeting_of
 from tests.runtime.late_copies import LateCopies, read_after_copies
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
+LANES = ("encoder", "backbone", GENERATOR)
 
 
 class Interleaving:
@@ -128,8 +131,8 @@ class DeliveredPool:
     def settle(self) -> None:
         """Nothing is underway."""
 
-    def reserve(self, order: Mapping[Key, Reservation], ahead: bool = False) -> bool:
-        return self._parts[ahead].reserve(order)
+    def reserve(self, *orders: Mapping[Key, Reservation], ahead: bool = False) -> bool:
+        return self._parts[ahead].reserve(*orders)
 
     def has_room(self, keys: Sequence[Key], ahead: bool = False) -> bool:
         return self._parts[ahead].has_room(keys)
@@ -183,14 +186,13 @@ class DeliveredLease:
     release: Callable[[], None]
 
 
-def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False) -> int:
+def least_bytes(plan: StepPlan, spec: FeatureSpec, in_fixed_order: bool = False, colocated: bool = False) -> int:
     """Bytes of the pool with which a step of this plan cannot block, on any rank."""
-    encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
-    shard = shard_of(encoders, backbones)
-    if in_fixed_order:
-        meets = {"backbone": meeting_of(backbones)}
-        shard = shard_of(encoders, backbones, colocated=[(0, 0)], meets=meets)
-    return make_program(plan, shard, 0).pool_demand({"image": spec}).least
+    counts = {role: len(batches) for role, batches in plan.batches.items()}
+    pairs = {role: ((0, 0),) for role in counts if role != "backbone"} if colocated or in_fixed_order else {}
+    meets = {"backbone": meeting_of(counts["backbone"])} if in_fixed_order else {}
+    shard = RankShard(StepMembers(counts, plan.graph, colocated=pairs, meets=meets), {})
+    return make_program(plan, shard, 0).pool_demand({"image": spec, GENERATED: spec}).least
 
 
 class Numbers(nn.Module):
@@ -206,12 +208,14 @@ class NumbersCompute:
     """What ``Compute`` does, on numbers: a media's patch is its number, a microbatch's loss couples its features."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    specs: Mapping[str, FeatureSpec] = field(default_factory=lambda: {"image": SPEC})
+    specs: Mapping[str, FeatureSpec] = field(default_factory=lambda: {"image": SPEC, GENERATED: SPEC})
     copies: Mapping[str, Sequence[CopyStream]] = field(
-        default_factory=lambda: {lane: [CopyStream(torch.device("cpu"))] for lane in ROLES}
+        default_factory=lambda: {lane: [CopyStream(torch.device("cpu"))] for lane in LANES}
     )
     encoder: Numbers = field(default_factory=Numbers)
     backbone: Numbers = field(default_factory=Numbers)
+    generator: Numbers = field(default_factory=Numbers)
+    patch_dims: Mapping[str, int] = field(default_factory=lambda: {GENERATOR: 1})
     kept: int = 0
     most_kept: int = 0
     forwards: int = 0
@@ -232,24 +236,35 @@ class NumbersCompute:
     def check_context(self, batch: Any, features: dict[str, Any]) -> None:
         """No ranks share sequences here."""
 
-    def microbatch(
+    def microbatch_and_rows(
         self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
-    ) -> Tensor:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         self.gather("backbone", "microbatch")
         loss = self.backbone.weight.sum() * len(batch.samples)
         if "image" in features:
             self.read([features["image"]])
             place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
             loss = loss + (features["image"].sin() * place[:, None] * self.backbone.weight).sum()
-        return loss
+        places = len(batch.media_positions.get(GENERATED, ()))
+        rows = torch.arange(1, places + 1, dtype=torch.float64)[:, None] * self.backbone.weight
+        if "image" in features:
+            rows = rows + features["image"].cos().sum(0)
+        return loss, (rows,)
+
+    def generate(
+        self, role: str, items: PackedTargets, condition: tuple[Tensor, ...], *, stage: str, number: int, counts: bool
+    ) -> Tensor:
+        self.gather("generator", "forward")
+        self.read(condition if counts else ())  # nobody copies what padding is given
+        numbers = items.media.pixels.flatten().repeat_interleave(torch.tensor(items.condition_rows))
+        return (condition[0].sin() * numbers[:, None] * self.generator.weight).sum()
 
     def backward(
         self, role: str, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], *, last: bool
     ) -> None:
         self.gather(role, "backward")
-        if role == "encoder":
-            self.read(gradients)
-        self.kept -= outputs[0].dim() > 0  # features; a loss is a scalar
+        self.read([gradient for gradient in gradients if gradient is not None and gradient.dim() > 0])
+        self.kept -= role == "encoder"
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         if not pairs:  # padding
             return
@@ -257,22 +272,35 @@ class NumbersCompute:
 
     def send_gradients(self, role: str) -> None:
         """At its worst: the rank does nothing more until all others have come to the sum."""
-        assert role == "backbone"
-        self.sums += 1
-        self.sum_backbone()
+        if role == "backbone":
+            self.sums += 1
+            self.sum_backbone()
 
 
-def direct_gradients(plan: StepPlan) -> tuple[Tensor, Tensor]:
-    """Gradients of encoder and backbone when everything is computed in one go."""
+class Evenly:
+    """Losses that are divided by nothing."""
+
+    def seed(self, *_: Any) -> float:
+        return 1.0
+
+
+def direct_gradients(plan: StepPlan) -> tuple[Tensor, ...]:
+    """Gradients of encoder, backbone and generator when everything is computed in one go."""
     compute = NumbersCompute()
     for members in (members for of_rank in plan.microbatches for members in of_rank if len(members)):
         sizes = plan.sizes
-        media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
+        every = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in members])
+        drawn = every[np.isin(every, sizes.of_modality(GENERATED))]
+        media = every[~np.isin(every, drawn)]
         packed, features = _microbatch(plan, members), {}
         if len(media):
             features["image"] = compute.encode("encoder", _media(plan, media), step=(0, 0), number=0)[0]
-        compute.microbatch(packed, features, stage="train", step=(0, 0), number=0).backward()
-    return tuple(_gradient([getattr(compute, half)]) for half in ("encoder", "backbone"))
+        loss, rows = compute.microbatch_and_rows(packed, features, stage="train", step=(0, 0), number=0)
+        if len(drawn):
+            items = PackedTargets(_media(plan, drawn), 0, 0, 0)
+            loss = loss + compute.generate(GENERATOR, items, rows, stage="train", number=0, counts=True)
+        loss.backward()
+    return tuple(_gradient([getattr(compute, half)]) for half in LANES)
 
 
 class InterleavedStep:
@@ -288,7 +316,12 @@ class InterleavedStep:
         sharing: roles whose ranks share weights: each forward and backward is a collective of them, or where some ranks
             have both lanes and others have not, of those of one kind.
         meets_in_forwards: of the encoder lanes.
+
+    Attributes:
+        executed: role -> the passes of the first rank, in order.
     """
+
+    executed: Mapping[str, Sequence[str]]
 
     def __init__(
         self,
@@ -303,19 +336,22 @@ class InterleavedStep:
         meets_in_forwards: bool = True,
     ) -> None:
         encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
-        ranks = max(encoders, backbones) if colocated else encoders + backbones
+        generators = len(plan.batches.get(GENERATOR, ()))
+        ranks = max(encoders, backbones) if colocated else encoders + backbones + generators
         backbone_ranks = tuple(range(backbones))
-        encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, ranks))
+        encoder_ranks = tuple(range(encoders)) if colocated else tuple(range(backbones, backbones + encoders))
+        generator_ranks = tuple(range(generators)) if colocated else tuple(range(backbones + encoders, ranks))
         of_both = [(rank, rank) for rank in range(min(encoders, backbones) if colocated else 0)]
         interleaving = Interleaving(ranks, seed)
         self.pools: list[DeliveredPool] = []
         self.pools += [DeliveredPool(interleaving, self.pools, rank, part_bytes) for rank in range(ranks)]
         self.compute = []
         for _ in range(ranks):
-            copies = {lane: [LateCopies() for _ in range(2)] for lane in ROLES}
+            copies = {lane: [LateCopies() for _ in range(2)] for lane in LANES}
             of_all = [stream for streams in copies.values() for stream in streams]
             self.compute.append(NumbersCompute(copies=copies, read=partial(read_after_copies, of_all)))
         of_role = {"backbone": backbone_ranks, "encoder": encoder_ranks}
+        of_role |= {GENERATOR: generator_ranks} if generators else {}
         parts = []
         for rank in range(ranks):
 
@@ -329,21 +365,22 @@ class InterleavedStep:
                     interleaving.gather(rank, backbone_ranks, "sum of the backbone")
 
             self.compute[rank].gather, self.compute[rank].sum_backbone = gather, sum_backbone
-            part = shard_of(
-                encoders,
-                backbones,
-                backbone=backbone_ranks.index(rank) if rank in backbone_ranks else None,
-                encoder=encoder_ranks.index(rank) if rank in encoder_ranks else None,
-                colocated=of_both,
-                meets={role: meeting_of(len(of_role[role])) for role in sharing},
-            )
+            pairs = {role: tuple(of_both) for role in plan.graph.roles if of_both and role != "backbone"}
+            counts = {role: len(each) for role, each in of_role.items()}
+            meets = {role: meeting_of(len(of_role[role])) for role in sharing}
+            order = [role for role in ("backbone", GENERATOR, "encoder") if rank in of_role.get(role, ())]
+            own = {role: of_role[role].index(rank) for role in order}
+            part = RankShard(StepMembers(counts, plan.graph, colocated=pairs, meets=meets), own)
             program = make_program(plan, part, kept_batches)
-            step = Step(batch_of(plan, part), program, "train", 0, ["encoder"] if trains else [])
+            step = Step(batch_of(plan, part), program, "train", 0, [*(["encoder"] if trains else []), "backbone"])
+            self.executed = step.executed if rank == 0 else self.executed
             members = {role: [(each,) for each in ranks] for role, ranks in of_role.items()}
             context = RankContext(self.pools[rank], self.compute[rank], Page(), Timeline(), members)  # type: ignore[arg-type]
             roles = {}
             if "backbone" in part.own:
                 roles["backbone"] = RolePart(BackboneMethod(context, [], speaks=True, counts=True))
+            if GENERATOR in part.own:
+                roles[GENERATOR] = RolePart(GeneratorMethod(context, GENERATOR, Evenly(), counts=True))  # type: ignore[arg-type]
             if "encoder" in part.own:
                 roles["encoder"] = RolePart(EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards))
             parts.append(partial(_run_and_sum, Executor(context, roles, step), self.compute[rank]))
@@ -381,19 +418,22 @@ def batch_of(plan: StepPlan, part: RankShard) -> StepBatch:
         pads = bool(part.members.meeting("backbone").passes)
         own = plan.microbatches[part.own["backbone"]]
         microbatches = tuple(_microbatch(plan, samples, pads) for samples in own)
-    if "encoder" in part.own:
-        media["encoder"] = tuple(_media(plan, items) for items in plan.batches["encoder"][part.own["encoder"]])
-    smallest = plan.sizes.media_patches.argmin(keepdims=True) if plan.entries else None
-    padding = {} if smallest is None else {"encoder": _media(plan, smallest)}
+    padding = {}
+    for role in part.own.keys() - {"backbone"}:
+        media[role] = tuple(_media(plan, items) for items in plan.batches[role][part.own[role]])
+        every = np.concatenate([np.empty(0, np.int64), *(items for own in plan.batches[role] for items in own)])
+        if len(every):
+            padding[role] = _media(plan, every[plan.sizes.media_patches[every].argmin(keepdims=True)])
     return StepBatch(plan, part, microbatches, media, 0, 0, padding)
 
 
 def _microbatch(plan: StepPlan, members: np.ndarray, pads: bool = False) -> PackedBatch | None:
     if len(members) == 0 and not pads:
         return None
-    rows = int(plan.sizes.select(members).media_rows.sum())
+    sizes = plan.sizes.select(members)
     nothing = torch.zeros(0, dtype=torch.int64)
-    places = {"image": torch.arange(rows)} if rows else {}
+    rows = {name: int(sizes.media_rows[sizes.of_modality(name)].sum()) for name in ("image", GENERATED)}
+    places = {name: torch.arange(count) for name, count in rows.items() if count}
     return PackedBatch(nothing, nothing, nothing, nothing, 0, places, tuple(members.tolist()), nothing)
 
 
@@ -401,6 +441,9 @@ def _media(plan: StepPlan, media: np.ndarray) -> PackedMedia | None:
     if len(media) == 0:
         return None
     rows = tuple(plan.sizes.media_rows[media].tolist())
+    modality = plan.sizes.modality_of(media[0])
+    items = tuple(GeneratedItem(0, item, count) for item, count in zip(media.tolist(), rows, strict=True))
     media = media if plan.encoded_as is None else plan.encoded_as[media]
     patches = torch.from_numpy(media + 1.0).reshape(-1, 1) / 10
-    return PackedMedia("image", patches, torch.zeros(0), torch.zeros(0), 0, rows)
+    nothing = torch.zeros(0)
+    return PackedMedia(modality, patches, nothing, nothing, 0, rows, items=items if modality == GENERATED else ())

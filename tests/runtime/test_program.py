@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain_lightning.compute.compute import FeatureSpec
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
 from flowtrain_lightning.packing.role_graph import graph_of
@@ -118,7 +118,9 @@ def test_features_of_a_batch_are_held_together_and_gradients_one_by_one():
     assert demand.features == {"backbone": {}, "encoder": expected}
     read = [each.entry for microbatch in program.roles["backbone"].batches.values() for each in microbatch.read]
     assert demand.gradients == {
-        (entry, 0): Reservation(nbytes(plan.entries[entry].rows), number) for number, entry in enumerate(read)
+        "backbone": {
+            (entry, 0): Reservation(nbytes(plan.entries[entry].rows), number) for number, entry in enumerate(read)
+        }
     }
 
 
@@ -136,13 +138,13 @@ def test_ranks_that_take_turns_have_bytes_for_what_each_puts_however_many_they_a
     shards = [shard_of(ranks, ranks, encoder=rank, backbone=rank, meets=meets) for rank in range(ranks)]
     demands = [make_program(plan, shard, 2).pool_demand({"image": SPEC}) for shard in shards]
     put = [sum(each.nbytes for each in of_role.values()) for demand in demands for of_role in demand.features.values()]
-    given_back = [sum(each.nbytes for each in demand.gradients.values()) for demand in demands]
+    given_back = [sum(each.nbytes for each in demand.gradients["backbone"].values()) for demand in demands]
     assert {demand.least for demand in demands} == {max(put + given_back)}
 
 
 def test_a_step_without_media_asks_nothing_of_the_pool():
     demand = colocated(plan_of(make_sizes((10, []), (80, [])))).pool_demand({"image": SPEC})
-    assert (demand.least, demand.ample, demand.gradients) == (0, 0, {})
+    assert (demand.least, demand.ample, demand.gradients) == (0, 0, {"backbone": {}})
     assert not any(demand.features.values())
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from flowtrain_lightning.compute.compute import FeatureSpec
+from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.data import StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.runtime.program import PADDING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from flowtrain_lightning.packing.policies.trunk_order import TrunkOrder, in_order
 from flowtrain_lightning.packing.step_graph import BatchOf, BlockedError, Pass
 from flowtrain_lightning.packing.step_plan import StepPlan
 
@@ -37,7 +38,7 @@ def forwards_first(batches: Sequence[int], in_flight: int, recomputed: Collectio
 
 
 def recomputed_batches(
-    plan: StepPlan, kept_batches: int, readers_meet: int = 1
+    plan: StepPlan, kept_batches: int, readers_meet: int = 1, order: TrunkOrder | None = None
 ) -> Mapping[str, tuple[frozenset[int], ...]]:
     """The batches that an encoder which trains has to recompute, so that no lane ever blocks.
 
@@ -47,15 +48,19 @@ def recomputed_batches(
     as recomputed: of several lanes' the one with the lowest number, then that of the first member. How far they can go
     does not depend on durations, so the plan alone decides.
 
+    Where others read what the trunk makes, a microbatch goes backward here once all members have been forward at its
+    position: those who read it need no more, whatever they share.
+
     Args:
         plan: the step's plan.
         kept_batches: batches of a member whose activations may be kept at a time, from 0.
         readers_meet: neighbouring members of the role that reads which begin each microbatch together.
+        order: of that role's passes; None: each backward at once.
 
     Returns:
         Role that encodes -> the numbers of each member's recomputed batches.
     """
-    lanes = _Lanes(plan, kept_batches, readers_meet)
+    lanes = _Lanes(plan, kept_batches, readers_meet, order)
     while not lanes.are_done:
         if not lanes.go_on():
             number, lane = min(
@@ -77,7 +82,7 @@ class _Lanes:
         recomputed: ``[lane]`` the batches of which nothing is kept.
     """
 
-    def __init__(self, plan: StepPlan, kept_batches: int, readers_meet: int) -> None:
+    def __init__(self, plan: StepPlan, kept_batches: int, readers_meet: int, order: TrunkOrder | None) -> None:
         self._kept_batches = kept_batches
         self._readers_meet = readers_meet
         found: dict[BatchOf, list[BatchOf]] = {}
@@ -91,14 +96,19 @@ class _Lanes:
             ]
             for role, member in plan.makers
         ]
-        self._lacks = [[0] * len(positions) for positions in plan.microbatches]  # batches yet to be encoded
+        positions = range(len(plan.microbatches[0]))
+        self._passes = order.passes if order else tuple(in_order(len(positions), (), in_flight=1))
+        self._waited_for = {entry.maker.number for entry in plan.entries if entry.maker.role == plan.graph.trunk}
+        self._lacks = [[0] * len(positions) for _ in plan.microbatches]  # batches yet to be encoded
         for readers in self.readers:
             for reader in (reader for of_batch in readers for reader in of_batch):
                 self._lacks[reader.member][reader.number] += 1
         self.forwards = [0] * len(self.readers)
         self._backwards = [0] * len(self.readers)
         self._kept = [0] * len(self.readers)
-        self._done = [0] * len(self._lacks)
+        self._passed = [0] * len(self._lacks)  # passes that each member that reads has done
+        self._read = [0] * len(self._lacks)  # of these the forwards
+        self._done = [0] * len(self._lacks)  # and the backwards
         self.recomputed: list[set[int]] = [set() for _ in self.readers]
 
     @property
@@ -114,16 +124,23 @@ class _Lanes:
                 moved = True
         for first in range(0, len(self._lacks), self._readers_meet):
             group = range(first, min(first + self._readers_meet, len(self._lacks)))
-            while self._can_read(group):
+            while self._can_pass(group):
+                kind, _ = self._passes[self._passed[first]]
                 for member in group:
-                    self._done[member] += 1
+                    self._passed[member] += 1
+                    self._read[member] += kind == "forward"
+                    self._done[member] += kind == "backward"
                 moved = True
         return moved
 
-    def _can_read(self, group: range) -> bool:
-        """Whether members that begin microbatches together have all that the next ones read."""
-        position = self._done[group.start]
-        return position < len(self._lacks[group.start]) and not any(self._lacks[member][position] for member in group)
+    def _can_pass(self, group: range) -> bool:
+        """Whether members that begin passes together have all that the next one takes."""
+        if self._passed[group.start] == len(self._passes):
+            return False
+        kind, position = self._passes[self._passed[group.start]]
+        if kind == "forward":
+            return not any(self._lacks[member][position] for member in group)
+        return position not in self._waited_for or min(self._read) > position
 
     def _encode(self, lane: int) -> bool:
         number = self.forwards[lane]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first, recomputed_batches
 from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.policies.trunk_order import TrunkOrder, trunk_order
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan, Turn
@@ -19,7 +20,8 @@ class MemberOrder(NamedTuple):
         turns: when each batch is due, in order: the member's own batches, or, where members meet, those of all of them.
         passes: forwards and backwards of these batches; of an encoder that does not train the forwards alone count.
         recomputed: the batches of which nothing is kept.
-        until: the position of the last microbatches that read each batch of these turns, of any member.
+        until: the position of the last microbatches that go forward before the gradients of each batch of these turns
+            come, of any member: those that read it last, if the trunk keeps no microbatch open.
     """
 
     turns: tuple[Turn, ...]
@@ -44,21 +46,23 @@ def member_orders(
     kept, recomputed = kept_batches, None
     meet, everyone = bool(members.meeting(role).passes), range(len(plan.batches[role]))
     colocated = {member for member, _ in members.colocated.get(role, ())}
+    order = trunk_order(plan, members)
     turns = plan.turns_of(role) if meet else ()
     for member in everyone if only is None else only:
         if meet or (members.in_fixed_order and member in colocated):
             own = turns if meet else plan.turns[role][member]
-            until = plan.turns_until(role, own, everyone if meet else [member])
+            until = tuple(map(order.answered_after, plan.turns_until(role, own, everyone if meet else [member])))
             orders.append(_in_lockstep(own, until, kept_batches))
             continue
         if recomputed is None:
             readers_meet = members.meeting(members.trunk).together
             if colocated and len(plan.makers) == len(plan.microbatches) == 1:
-                kept = _fewest_kept(plan, kept_batches)
-            recomputed = recomputed_batches(plan, kept, readers_meet)[role]
+                kept = _fewest_kept(plan, kept_batches, order)
+            recomputed = recomputed_batches(plan, kept, readers_meet, order)[role]
         numbers = [number for number, media in enumerate(plan.batches[role][member]) if len(media)]
         passes = tuple(forwards_first(numbers, kept, recomputed[member]))
-        orders.append(MemberOrder(plan.turns[role][member], passes, recomputed[member], plan.read_until[role][member]))
+        own_until = tuple(map(order.answered_after, plan.read_until[role][member]))
+        orders.append(MemberOrder(plan.turns[role][member], passes, recomputed[member], own_until))
     return orders
 
 
@@ -102,10 +106,11 @@ def _in_lockstep(turns: tuple[Turn, ...], until: tuple[int, ...], kept_batches: 
     return MemberOrder(turns, passes, recomputed if kept_batches else frozenset(range(len(turns))), until)
 
 
-def _fewest_kept(plan: StepPlan, most: int) -> int:
+def _fewest_kept(plan: StepPlan, most: int, order: TrunkOrder) -> int:
     """Batches to keep on a rank that is alone: one that runs ahead of no other rank gains nothing by keeping more.
 
     It is as many as it takes to recompute no more batches than with ``most``.
     """
-    recomputed = recomputed_batches(plan, most)
-    return next(kept for kept in range(min(1, most), most + 1) if recomputed_batches(plan, kept) == recomputed)
+    recomputed = recomputed_batches(plan, most, order=order)
+    fewer = range(min(1, most), most + 1)
+    return next(kept for kept in fewer if recomputed_batches(plan, kept, order=order) == recomputed)

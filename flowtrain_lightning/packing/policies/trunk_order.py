@@ -1,0 +1,70 @@
+"""The policy of the trunk: backward at once, or as soon as those behind it have given back what they read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from flowtrain_lightning.packing.step_graph import Pass
+from flowtrain_lightning.packing.step_members import StepMembers
+from flowtrain_lightning.packing.step_plan import StepPlan
+
+_OPEN = 2
+"""Microbatches of a member that may be open: one goes forward while others generate from the one before."""
+
+
+class TrunkOrder(NamedTuple):
+    """In which order members of the trunk work, alike for all of them.
+
+    Attributes:
+        passes: forwards and backwards of microbatches, by position; backwards never fall.
+        answered: ``[positions]`` the position of the last forward that goes before the backward of each.
+    """
+
+    passes: tuple[Pass, ...]
+    answered: tuple[int, ...]
+
+    def answered_after(self, until: int) -> int:
+        """The position whose forward is the last before the gradients of what is read until a position; or -1."""
+        return self.answered[until] if until >= 0 else until
+
+
+def trunk_order(plan: StepPlan, members: StepMembers) -> TrunkOrder:
+    """The order of a step.
+
+    Where nobody reads what the trunk makes, each microbatch goes backward at once. Else two may be open, so that the
+    trunk need not wait for those behind it; one, where a rank has both roles and takes turns in a fixed order.
+    """
+    read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
+    shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
+    passes = tuple(in_order(len(plan.microbatches[0]), read, 1 if shared else _OPEN))
+    answered, latest = [], -1
+    for kind, position in passes:
+        latest = position if kind == "forward" else latest
+        answered += [latest] * (kind == "backward")  # backwards come in the order of positions
+    return TrunkOrder(passes, tuple(answered))
+
+
+def in_order(positions: int, read: Collection[int], in_flight: int) -> Iterator[Pass]:
+    """Forward while microbatches may be open, else the oldest backward; what nobody reads does not stay open.
+
+    Args:
+        positions: microbatches of a member.
+        read: positions of which some member's rows are read.
+        in_flight: how many may be open at a time.
+    """
+    opened = deque[int]()
+    for position in range(positions):
+        if len(opened) == in_flight:
+            yield "backward", opened.popleft()
+        yield from _unread(opened, read)
+        yield "forward", position
+        opened.append(position)
+        yield from _unread(opened, read)
+    yield from (("backward", position) for position in opened)
+
+
+def _unread(opened: deque[int], read: Collection[int]) -> Iterator[Pass]:
+    while opened and opened[0] not in read:
+        yield "backward", opened.popleft()

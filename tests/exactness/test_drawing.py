@@ -1,0 +1,132 @@
+"""A generator behind the backbone: exact on every split of ranks, resumable, in one process too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exactness.compare import Run, error, read_run
+from tests.exactness.drawing import NONE_DRAWN, NONE_SHOWN, STEPS, write_drawings
+from tests.exactness.hearing import SAVED_AT
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, read_down, run_jobs
+
+LIMIT = 1e-10
+
+FROZEN_BACKBONE = {"module": {"frozen": ["backbone"]}}
+CASES: dict[str, dict[str, Any]] = {
+    "auto": {"layout": "auto"},
+    "ddp 2": {"layout": "ddp 2"},
+    "1+1+1": {"layout": "1+1+1"},
+    "1+2+1": {"layout": "1+2+1"},
+    "2+1+2, clipped": {"layout": "2+1+2", "clip": 0.2},
+    "colocated 1": {"layout": "colocated 1"},
+    "colocated 2": {"layout": "colocated 2"},
+    "1+2+1 fsdp backbone": {"layout": "1+2+1 fsdp backbone"},
+    "2+1+1 fsdp encoder": {"layout": "2+1+1 fsdp encoder"},
+    "1+1+2 fsdp generator, clipped": {"layout": "1+1+2 fsdp generator", "clip": 0.2},
+    "2+2+2 fsdp": {"layout": "2+2+2 fsdp"},
+    "colocated 2 fsdp, clipped": {"layout": "colocated 2 fsdp", "clip": 0.2},
+    "colocated 2 fsdp encoder": {"layout": "colocated 2 fsdp encoder"},
+    "colocated 2 fsdp backbone": {"layout": "colocated 2 fsdp backbone"},
+    "colocated 2 fsdp generator": {"layout": "colocated 2 fsdp generator"},
+    "auto, frozen backbone": {"layout": "auto", **FROZEN_BACKBONE},
+    "1+1+1, frozen backbone": {"layout": "1+1+1", **FROZEN_BACKBONE},
+    "1+2+1, frozen backbone": {"layout": "1+2+1", **FROZEN_BACKBONE},
+    "colocated 2, frozen backbone": {"layout": "colocated 2", **FROZEN_BACKBONE},
+    "1+1+1, frozen tower": {"layout": "1+1+1", "module": {"frozen": ["encoder"]}},
+    "colocated 2, frozen tower": {"layout": "colocated 2", "module": {"frozen": ["encoder"]}},
+    "1+2+1, queries alone": {"layout": "1+2+1", "module": {"frozen": ["encoder", "backbone"]}},
+    "1+1+1, it only draws": {"layout": "1+1+1", "module": {"says": False}},
+    "1+1+1, it keeps nothing": {"layout": "1+1+1", "strategy": {"encoder_activations": 0}},
+    "1+2+2, it keeps one": {"layout": "1+2+2", "strategy": {"encoder_activations": 1}},
+}
+QUICK = ["auto", "1+2+1", "colocated 2 fsdp, clipped", "1+1+1, frozen backbone"]
+ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs a case once, or a case with other arguments, and gives its folder."""
+    folder = tmp_path_factory.mktemp("drawing")
+    write_drawings(folder / "data")
+
+    @cache
+    def folder_of(name: str, target: str = "drawing", **more: Any) -> Path:
+        arguments = {"data": str(folder / "data"), **CASES[name], **more}
+        ranks = ranks_of(arguments["layout"])
+        if target == "plain_drawing":
+            arguments, ranks = {key: arguments[key] for key in ("data", "module", "clip") if key in arguments}, 1
+        job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments)
+        done = run_jobs(folder, [job])[job.name]
+        return (done if arguments.get("dies") else done.check()).folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def run(folder_of: Callable[..., Path]) -> Callable[..., Run]:
+    return cache(lambda *named: read_run(folder_of(*named)))
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_module_that_draws_trains_as_the_plain_loop_does(run: Callable[..., Run], case: str):
+    found, plain = run(case), run(case, "plain_drawing")
+    assert error(found.initial, plain.initial) == 0.0
+    assert found.losses == pytest.approx(plain.losses, rel=LIMIT)
+    assert max(map(error, found.gradients, plain.gradients)) <= LIMIT
+    assert max(map(error, found.weights, plain.weights)) <= LIMIT
+
+
+@pytest.mark.parametrize("case", ["auto", "1+2+1"])
+def test_half_that_a_step_does_not_use_gets_no_gradient(run: Callable[..., Run], case: str):
+    gradients = run(case).gradients
+    expected = {NONE_DRAWN: {"encoder", "backbone", "queries"}, NONE_SHOWN: {"backbone", "queries", "drawer"}}
+    for step, halves in expected.items():
+        assert {name.partition(".")[0] for name, value in gradients[step].items() if value is not None} == halves
+
+
+def test_a_frozen_backbone_hands_gradients_on(run: Callable[..., Run]):
+    gradients = run("1+1+1, frozen backbone").gradients[0]
+    assert {name.partition(".")[0] for name, value in gradients.items() if value is not None} == {
+        "encoder",
+        "queries",
+        "drawer",
+    }
+
+
+@pytest.mark.parametrize("case", ["1+2+1", "colocated 2 fsdp, clipped"])
+def test_each_loss_is_logged_and_validated_on_every_rank(folder_of: Callable[..., Path], case: str):
+    found = read_down(folder_of(case))
+    expected = read_down(folder_of("auto"))[0] if "clipped" not in case else found[0]
+    for logged, validated, _ in found:
+        assert logged == pytest.approx(expected[0], rel=LIMIT)
+        assert validated == pytest.approx(expected[1], rel=LIMIT)
+        assert {"train_loss", "train_backbone_loss", "train_generator_loss", "time"} <= logged.keys()
+        assert {"val_loss", "val_backbone_loss", "val_generator_loss", "time", "accuracy"} <= validated.keys()
+    backbones = 2
+    assert all((count > 0) == (rank < backbones) for rank, (_, _, count) in enumerate(found))
+
+
+def test_it_goes_on_bit_for_bit_and_on_other_ranks(folder_of: Callable[..., Path], run: Callable[..., Run]):
+    saved, found = str(folder_of("1+2+1") / "saved.ckpt"), run("1+2+1")
+    assert {path.name for path in Path(saved).iterdir() if path.is_dir()} == {"encoder", "backbone", "generator"}
+    resumed = read_run(folder_of("1+2+1", resume=saved))
+    assert resumed.losses == found.losses[SAVED_AT:]
+    assert len(resumed.weights) == STEPS - SAVED_AT
+    for before, after in zip(found.weights[SAVED_AT:], resumed.weights, strict=True):
+        assert error(after, before) == 0.0
+    moved = read_run(folder_of("colocated 2 fsdp, clipped", resume=saved, clip=None))
+    assert error(moved.weights[-1], found.weights[-1]) <= LIMIT
+
+
+@pytest.mark.full
+def test_where_a_generator_is_killed_all_ranks_end_and_name_it(folder_of: Callable[..., Path]):
+    folder = folder_of("1+2+1", dies=True)
+    told = {path.name: path.read_text() for path in folder.glob("fault-rank*.txt")}
+    assert told.keys() == {f"fault-rank{rank}.txt" for rank in range(3)}
+    assert all(text.startswith("Rank 3 (generator 0) died") for text in told.values()), told
