@@ -175,7 +175,7 @@ class PoolCapacity:
         first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
         layout, ranks = job.allocation.layouts[role], job.allocation.members(role)[first]
         source, found = ranks[0], None
-        if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else ranks):
+        if job.rank in (job.allocation.ranks[role] if layout.meets_in_forwards else ranks):
             own = (media for media in step.batch.media[role] if media is not None and media.modality == modality)
             media = next(own, None) or step.batch.padding_media[role]
             job.mesh.page.enter("first forward of the encoder", step.index)
