@@ -78,11 +78,15 @@ class Layout:
                 f"A layout has {self.data} data ranks in {self.replicas} replicas; the number of replicas must divide "
                 "that of data ranks."
             )
-
         if self.data % self.expert:
             raise AllocationError(
                 f"A layout has {self.data} data ranks that divide experts among {self.expert} of them; the expert "
                 "degree must divide that of data ranks."
+            )
+        if self.replicas > 1 and self.data // self.replicas % self.expert:
+            raise AllocationError(
+                f"A layout has {self.data} data ranks in {self.replicas} replicas, and {self.expert} ranks that divide "
+                f"experts; the expert degree must divide the {self.data // self.replicas} ranks of a replica."
             )
 
     @property
@@ -103,7 +107,7 @@ class Layout:
     @property
     def ranks_of_shard_group(self) -> int:
         """Ranks that need each other to compute, and so must work in one order; others may hold copies of the same."""
-        return self.ranks // self.replicas if self.gathers_weights else self.ranks_of_member
+        return self.ranks_of_member * (self.meets.members if self.meets_in_forwards else 1)
 
     @property
     def gathers_weights(self) -> bool:
@@ -122,17 +126,24 @@ class Layout:
 
     @property
     def meets(self) -> Meeting:
-        """The ranks that need each other in a pass: to gather weights, or to sum gradients in every backward."""
+        """The ranks that need each other in a pass: to gather weights, to trade rows with experts, to sum gradients."""
         if self.gathers_weights:
             return Meeting(self.ranks_of_member, self.data // self.replicas, ("forward", "backward"))
+        if self.expert > 1:
+            return Meeting(self.ranks_of_member, self.expert, ("forward", "backward"))
         if self.shard == "deepspeed-2":
             return Meeting(self.ranks_of_member, self.data, ("backward",))
         return Meeting(self.ranks_of_member)
 
     @property
+    def meets_in_forwards(self) -> bool:
+        """Data-parallel members need each other in a forward: for weights, or for experts."""
+        return "forward" in self.meets.passes
+
+    @property
     def shares_weights(self) -> bool:
         """A rank needs others to compute a layer, so that they must work in one order."""
-        return self.gathers_weights or self.ranks_of_member > 1
+        return self.gathers_weights or self.ranks_of_member > 1 or self.expert > 1
 
     @property
     def is_whole_copies(self) -> bool:
@@ -157,6 +168,7 @@ class RoleLayout:
         recompute: what a backward computes again.
         tensor: ranks that share every layer, see `Layout`.
         context: ranks that share every sequence, see `Layout`.
+        expert: data ranks among which a mixture's experts are divided, see `Layout`.
         offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
             only with DeepSpeed.
 
@@ -169,10 +181,12 @@ class RoleLayout:
     recompute: Recompute = "none"
     tensor: int = 1
     context: int = 1
+    expert: int = 1
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
-        check_settings(self, least=dict.fromkeys(("replicas", "tensor", "context"), 1), error=AllocationError)
+        least = dict.fromkeys(("replicas", "tensor", "context", "expert"), 1)
+        check_settings(self, least=least, error=AllocationError)
 
     def over(self, ranks: int) -> Layout:
         """The layout of so many ranks.
@@ -186,7 +200,14 @@ class RoleLayout:
                 f"{count_ranks(ranks)} cannot be divided into groups of tensor {self.tensor} x context {self.context}; "
                 "the product must divide the number of ranks."
             )
-        return Layout(ranks // together, self.tensor, context=self.context, shard=self.shard, replicas=self.replicas)
+        return Layout(
+            ranks // together,
+            self.tensor,
+            context=self.context,
+            shard=self.shard,
+            replicas=self.replicas,
+            expert=self.expert,
+        )
 
 
 def count_ranks(count: int) -> str:

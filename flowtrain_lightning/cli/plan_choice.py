@@ -139,8 +139,8 @@ def _suits(layout: Layout, problems: Problems) -> str | None:
         return "shares a mixture of experts among tensor ranks, which no run does today."
     backbone = problems.get(BACKBONE)
     waits = backbone is not None and backbone.receives_gradient and not backbone.half.trains
-    if layout.gathers_weights and waits:
-        return "shards a backbone that is frozen beside an encoder that trains, which is refused."
+    if layout.meets_in_forwards and waits:
+        return "divides a backbone that is frozen beside an encoder that trains, which is refused."
     return None
 
 

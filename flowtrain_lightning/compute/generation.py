@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
 from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
+from flowtrain_lightning.parallel.experts import exchange_of
 from flowtrain_lightning.parallel.halves import HalvedModule
 
 
@@ -32,7 +33,7 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     """Continues every sequence by its likeliest tokens.
 
     The whole microbatch is computed anew for every token, without a cache: simple, exact, meant for looking at what
-    a model has learned. Ranks that gather weights in a forward all run as many, whenever their sequences end.
+    a model has learned. Ranks that need each other in a forward all run as many, whenever their sequences end.
 
     Returns:
         data set index and new token ids of every sequence, in the microbatch's order.
@@ -41,7 +42,7 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     sequences = len(batch.samples)
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))
-    others_wait = _gathers_weights(backbone)
+    others_wait = _needs_others(backbone)
     for _ in range(module.max_new_tokens):
         if not open_sequences and not others_wait:
             break
@@ -60,9 +61,9 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     return list(zip(batch.samples, generated, strict=True))
 
 
-def _gathers_weights(half: nn.Module) -> bool:
+def _needs_others(half: nn.Module) -> bool:
     """Whether other ranks take part in every forward of the half."""
-    in_shards = any(isinstance(module, FSDPModule) for module in half.modules())
+    in_shards = any(isinstance(module, FSDPModule) or exchange_of(module) is not None for module in half.modules())
     return in_shards or any(map(is_partitioned, half.parameters()))
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from flowtrain_lightning.parallel.experts import compute_chosen, computing_dtype, grouped_product, mark_experts
+from flowtrain_lightning.parallel.gradients import local_part
 
 _NAME = "flowtrain"
 """The function's name in ``transformers``, like ``"grouped_mm"``."""
-
-_MARK = "has_packed_experts"
-"""Attribute of modules that compute so: no public name of ``transformers`` says it."""
 
 
 def pack_experts(model: Any) -> None:
@@ -21,8 +19,7 @@ def pack_experts(model: Any) -> None:
     Which experts a token passes depends on the token alone, and no expert is ever full, so it is the same in any
     microbatch. The functions of ``transformers`` compute the same; but its ``"grouped_mm"``, which it takes by default,
     stays in float32 under autocast and knows no float64, and its others wait for the device or copy the weights for
-    every token. In bfloat16 nothing waits here either; for other dtypes PyTorch has no such product on all devices, and
-    the experts compute one after another.
+    every token. See `grouped_product`.
 
     Args:
         model: a ``transformers.PreTrainedModel`` whose experts are gated (``gate_up_proj``, ``down_proj``), without
@@ -33,13 +30,8 @@ def pack_experts(model: Any) -> None:
     ExpertsInterface.register(_NAME, _packed_experts)
     model.set_experts_implementation(_NAME)
     for module in model.modules():
-        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            setattr(module, _MARK, True)
-
-
-def has_packed_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer, and computes by `pack_experts`."""
-    return getattr(module, _MARK, False)
+        if isinstance(stack := getattr(module, "gate_up_proj", None), nn.Parameter):
+            mark_experts(module, len(stack))
 
 
 def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -54,36 +46,10 @@ def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor)
     Returns:
         ``[tokens, width]``, in the dtype of ``hidden``.
     """
-    each = chosen.shape[1]
-    by_expert, order = chosen.flatten().sort(stable=True)
-    experts = torch.arange(module.gate_up_proj.shape[0], device=chosen.device)
-    ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-    # Each row is picked once, so that backwards add nothing up in an order of their own.
-    rows = hidden.repeat_interleave(each, dim=0).index_select(0, order)
-    gate, up = _grouped_product(rows, module.gate_up_proj, ends).chunk(2, dim=-1)
-    rows = _grouped_product(module.act_fn(gate) * up, module.down_proj, ends)
-    rows = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)
-    return (rows * shares[..., None]).sum(dim=1, dtype=hidden.dtype)
+    widen, narrow = local_part(module.gate_up_proj), local_part(module.down_proj)
 
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        gate, up = grouped_product(rows, widen, ends).chunk(2, dim=-1)
+        return grouped_product(module.act_fn(gate) * up, narrow, ends)
 
-def _grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Every row times the matrix of its expert.
-
-    Args:
-        rows: ``[rows, inputs]``, sorted by expert.
-        weights: ``[experts, outputs, inputs]``.
-        ends: ``[experts]`` int32, where the rows of each expert end.
-
-    Returns:
-        ``[rows, outputs]``.
-    """
-    device = rows.device.type
-    dtype = weights.dtype
-    if device != "meta" and torch.is_autocast_enabled(device):  # which knows nothing of grouped products
-        dtype = torch.get_autocast_dtype(device)
-    rows, weights = rows.to(dtype), weights.to(dtype)
-    if dtype == torch.bfloat16:
-        return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    parts = zip(torch.split(rows, counts), weights, strict=True)
-    return torch.cat([functional.linear(part, weight) for part, weight in parts])
+    return compute_chosen(module, hidden, chosen, shares, compute, dtype=computing_dtype(widen))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowtrain_lightning.models.packed_experts import has_packed_experts
+from flowtrain_lightning.parallel.experts import number_of_experts
 
 
 def adapters_as_dictionary(config: Mapping[str, Any] | Any) -> dict[str, Any]:
@@ -74,4 +74,4 @@ def keep_frozen_in_bf16(model: nn.Module) -> None:
 def _rounds(name: str, module: nn.Module) -> bool:
     """Whether it rounds its weights; those of adapted experts ``peft`` adds to their adapters before."""
     is_adapted = name.endswith(".base_layer")
-    return isinstance(module, nn.Linear) or (has_packed_experts(module) and not is_adapted)
+    return isinstance(module, nn.Linear) or (number_of_experts(module) is not None and not is_adapted)

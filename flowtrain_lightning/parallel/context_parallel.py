@@ -7,7 +7,7 @@ for all tokens of its share of the heads, and back behind it, so that the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from math import gcd
@@ -21,6 +21,7 @@ from flowtrain_lightning.attention import Kernel, attending_by
 from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
 from flowtrain_lightning.parallel.gradients import local_part, squared_norms
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
+from flowtrain_lightning.parallel.trading import traded
 
 
 class ContextParallelHalf:
@@ -208,12 +209,12 @@ class HeadExchange:
         """``[own tokens, heads, size]`` -> ``[all tokens, own heads, size]``."""
         tokens, heads, size = own.shape
         by_rank = own.view(tokens, self.ranks, heads // self.ranks, size).transpose(0, 1).flatten(0, 1)
-        return _traded(by_rank, [tokens] * self.ranks, self._lengths, self.group)
+        return traded(by_rank, [tokens] * self.ranks, self._lengths, self.group)
 
     def _to_tokens(self, own: Tensor) -> Tensor:
         """``[all tokens, own heads, size]`` -> ``[own tokens, heads, size]``."""
         tokens = self._lengths[self._rank]
-        by_rank = _traded(own, self._lengths, [tokens] * self.ranks, self.group)
+        by_rank = traded(own, self._lengths, [tokens] * self.ranks, self.group)
         return by_rank.view(self.ranks, tokens, *own.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
@@ -275,34 +276,6 @@ def with_summed_gradients(
         modality: tuple(map(summed, given)) if isinstance(given, tuple) else summed(given)
         for modality, given in features.items()
     }
-
-
-class _Traded(torch.autograd.Function):
-    """All-to-all along the first dimension, with parts of different lengths."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        """Trades parts with the other ranks."""
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _trade(tensor, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what this rank has given, back from the others."""
-        return _trade(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _traded(tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = _Traded.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _trade(tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    result = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    dist.all_to_all_single(result, tensor.contiguous(), list(received), list(sent), group=group)
-    return result
 
 
 class _SummedGradient(torch.autograd.Function):

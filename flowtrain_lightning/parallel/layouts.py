@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,13 @@ from flowtrain_lightning.parallel.deepspeed_engine import Stage
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.deepspeed_shards import DeepSpeedShardedHalf
 from flowtrain_lightning.parallel.engine import HalfEngine
+from flowtrain_lightning.parallel.expert_parallel import (
+    EXPERT,
+    ExpertParallelHalf,
+    divide_experts,
+    experts_of,
+    shard_experts,
+)
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
@@ -50,12 +58,14 @@ class RoleGroups:
         replicas: the ranks that hold the same shards in other shard groups, where these are summed after the last
             backward and not during it.
         context: the ranks that share sequences, where ranks do.
+        experts: the same ranks as ``mesh``, those that share experts in the last dimension; None where none do.
     """
 
     all: dist.ProcessGroup | None
     mesh: DeviceMesh | None
     replicas: dist.ProcessGroup | None
     context: dist.ProcessGroup | None
+    experts: DeviceMesh | None
 
 
 def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, waits_for_others: bool) -> RoleGroups:
@@ -78,6 +88,7 @@ def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, 
         mesh=mesh,
         replicas=mesh.get_group("replica") if sums_late and mesh is not None else None,
         context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
+        experts=_expert_mesh(layout, ranks, device_type) if layout.expert > 1 else None,
     )
 
 
@@ -121,6 +132,9 @@ def make_engine(
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
     mesh = groups.mesh
     summed = []
+    experts = [] if groups.experts is None else experts_of(modules.values())
+    if groups.experts is not None:
+        divide_experts(experts, groups.experts[EXPERT] if layout.shard == "fsdp" else groups.experts)
     if layout.tensor > 1:
         assert mesh is not None
         summed = divide_layers(modules, module.tensor_plan(role, layout.tensor), mesh["tensor"])
@@ -134,14 +148,26 @@ def make_engine(
         fill(None)
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.all if mesh is None else mesh.get_group("data")
-        engine = ReplicatedHalf(half_parameters(module, role), group, early=early, activations=on_host)
+        if groups.experts is None:
+            engine = ReplicatedHalf(half_parameters(module, role), group, early=early, activations=on_host)
+        else:
+            copies = groups.experts.get_group("replica")
+            engine = _expert_half(half_parameters(module, role), experts, group, copies, on_host)
     else:
         assert mesh is not None
+        dims = ("replica", "shard") if layout.replicas > 1 and groups.replicas is None else ("shard",)
+        wrap = getattr(module, f"parallelize_{role}", partial(shard_repeated_blocks, list(modules.values())))
+
+        def wrap_experts_too(*args: Any, **settings: Any) -> None:
+            if groups.experts is not None:
+                shard_experts(experts, groups.experts[dims], **settings)
+            wrap(*args, **settings)
+
         engine = FullyShardedHalf(
             modules,
-            mesh["replica", "shard"] if layout.replicas > 1 and groups.replicas is None else mesh["shard"],
+            mesh[dims],
             replicas=groups.replicas,
-            wrap=getattr(module, f"parallelize_{role}", partial(shard_repeated_blocks, list(modules.values()))),
+            wrap=wrap_experts_too,
             fill=partial(fill, None),
             precision=_PRECISION.get(precision),
             recompute=recompute,
@@ -161,6 +187,20 @@ def _named(module: HalvedModule, parameters: Sequence[nn.Parameter]) -> dict[str
     """Path -> parameter, of these."""
     own = {id(parameter) for parameter in parameters}
     return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
+
+
+def _expert_half(
+    parameters: list[nn.Parameter],
+    experts: list[nn.Module],
+    group: dist.ProcessGroup | None,
+    copies: dist.ProcessGroup,
+    activations: ActivationsOnHost | None,
+) -> ExpertParallelHalf:
+    """A half of whole copies whose experts are divided, and are the same on the ranks of ``copies``."""
+    divided = {id(stack) for module in experts for stack in module.parameters()}
+    common = ReplicatedHalf([each for each in parameters if id(each) not in divided], group, activations=activations)
+    own = ReplicatedHalf([each for each in parameters if id(each) in divided], copies)
+    return ExpertParallelHalf(common, own, parameters)
 
 
 def _deepspeed_half(
@@ -194,6 +234,21 @@ def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
     sizes = {**data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
     with shut_at_the_end():
         return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _expert_mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
+    """The ranks of the role within the default group: those that hold the same experts, then those that share all.
+
+    These are neighbouring data-parallel ranks, within a shard group.
+    """
+    each = layout.data // layout.replicas // layout.expert
+    arranged = torch.tensor(ranks).view(layout.replicas, each, layout.expert, layout.context).transpose(2, 3)
+    sizes = {"replica": layout.replicas * each * layout.context, EXPERT: layout.expert}
+    if layout.shard == "fsdp":
+        replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
+        sizes = {**replicas, "shard": each * layout.context, EXPERT: layout.expert}
+    with shut_at_the_end():
+        return DeviceMesh(device_type, arranged.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _context_group(layout: Layout, ranks: list[int], device_type: str, own: bool) -> dist.ProcessGroup | None:

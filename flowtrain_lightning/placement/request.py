@@ -192,9 +192,11 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             "{image: [eye, reader]}."
         )
     for role, layout in allocation.layouts.items():
-        if layout.expert > 1:
+        if layout.expert > 1 and (layout.tensor > 1 or layout.by_deepspeed):
+            other = f"tensor {layout.tensor}" if layout.tensor > 1 else f"shard {layout.shard!r}"
             return (
-                f"divides the {role}'s experts among {layout.expert} ranks, which no run does today; leave expert out."
+                f"divides the {role}'s experts among {layout.expert} ranks and has {other}, which do not go together. "
+                "Divide experts with shard 'replicate' or 'fsdp', without tensor ranks."
             )
         if role != allocation.trunk and layout.context > 1:
             return (

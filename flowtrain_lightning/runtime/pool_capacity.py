@@ -177,7 +177,7 @@ class PoolCapacity:
         first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
         layout, ranks = job.allocation.layouts[role], job.allocation.members(role)[first]
         source, found = ranks[0], None
-        if job.rank in (job.allocation.ranks[role] if layout.gathers_weights else ranks):
+        if job.rank in (job.allocation.ranks[role] if layout.meets_in_forwards else ranks):
             job.mesh.page.enter(f"first forward of the {role}", step.index)
             spec = self._probe(step, role, modality)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)

@@ -231,7 +231,7 @@ class RoleRunner:
         return step, context
 
     def _encoder_part(self, context: RankContext, role: str) -> RolePart:
-        method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].gathers_weights)
+        method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].meets_in_forwards)
         return RolePart(method, speaks=self._job.is_first(role))
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:

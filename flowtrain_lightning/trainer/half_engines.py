@@ -23,6 +23,7 @@ from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.trainer.attention_heads import refuse_unshared_heads
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
+from flowtrain_lightning.trainer.expert_refusals import refuse_undividable_experts
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_shares
 from flowtrain_lightning.trainer.refusals import (
     refuse_conditional_modules,
@@ -102,6 +103,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_frozen_backbone(layouts, module)
     refuse_scalars_in_shards(layouts, module)
     refuse_conditional_modules(layouts, module)
+    refuse_undividable_experts(layouts, module)
     refuse_unshared_sequences(layouts, module)
     if job.allocation.trunk in job.roles:  # other ranks do not have the half that attends
         refuse_unshared_heads(layouts, module)

@@ -48,15 +48,20 @@ def test_a_bar_has_a_letter_for_every_sixtieth_of_the_whole():
     assert bar({"forward": 10.0, "backward": 20.0}, 60.0) == "f" * 10 + "b" * 20 + " " * 30
 
 
-def test_experts_that_are_divided_are_planned_for_and_never_recommended():
+def test_experts_that_are_divided_are_recommended_where_that_pays():
     given = problems("qwen3-vl-30b-a3b", devices=16, device="h200")
-    choices = choose_plans(ModelledCosts(given))
-    assert choices.faster.chosen["backbone"].layout.expert > 1
-    assert choices.recommended.chosen.chosen["backbone"].layout.expert == 1
-    assert why_plan_cannot_run(choices.recommended.chosen, given) is None
-    layouts = {"encoder": Layout(2), "backbone": Layout(2, expert=2)}
-    reason = why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(layouts, (0, 1))))
-    assert reason.startswith("divides the backbone's experts among 2 ranks")
+    recommended = choose_plans(ModelledCosts(given)).recommended.chosen
+    layout = recommended.chosen["backbone"].layout
+    assert layout.expert > 1
+    assert layout.tensor == 1
+    assert why_plan_cannot_run(recommended, given) is None
+
+
+@pytest.mark.parametrize("other", [{"tensor": 2}, {"shard": "deepspeed-2"}], ids=str)
+def test_experts_are_not_divided_beside_tensor_ranks_or_by_deepspeed(other):
+    layouts = {"encoder": Layout(4), "backbone": Layout(4 // other.get("tensor", 1), expert=2, **other)}
+    reason = why_it_cannot_run(Allocation("colocated", layouts, dict.fromkeys(layouts, (0, 1, 2, 3))))
+    assert reason.startswith("divides the backbone's experts among 2 ranks and has ")
 
 
 def test_what_a_trainer_does_not_take_is_no_plan_that_runs(plans):

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
+from tests.exactness.mixture import Crowded, Mixture
 from tests.exactness.uneven import Uneven
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
@@ -256,4 +257,6 @@ KINDS: dict[str, type[TinyVLM]] = {
     "projecting": Projecting,
     "particular": Particular,
     "uneven": Uneven,
+    "mixture": Mixture,
+    "crowded": Crowded,
 }

@@ -1,0 +1,186 @@
+"""Experts of a mixture: stacks of weights, each expert of which computes the rows that chose it.
+
+A rank computes with all experts of a layer, or, where a layout divides them among ranks, with its share: rows then go
+to the ranks that hold their experts, and the results come back. Every row passes its experts, and none is dropped, so
+the results are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flowtrain_lightning.parallel.gradients import local_part
+from flowtrain_lightning.parallel.trading import traded
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Rows sorted by expert, and where those of each expert end -> results, row by row."""
+
+_COUNT = "number_of_experts"
+_EXCHANGE = "expert_exchange"
+"""Attributes of a module that is the experts of a layer; the second where a layout has divided them."""
+
+
+class Experts(nn.Module):
+    """The experts of a layer, of a kind of your own. A layout with ``expert`` divides them among ranks.
+
+    Every parameter of the module, and of modules within, is a stack with one entry for each expert:
+    ``[count, ...]``. What all tokens pass, such as the router, belongs outside of it.
+
+    Args:
+        count: experts.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        mark_experts(self, count)
+
+    def compute(self, rows: Tensor, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        """The results of this rank's experts, row by row. It does the same whatever rows there are, if there are none.
+
+        Args:
+            rows: ``[rows, width]``, sorted by expert.
+            weights: name of a parameter -> this rank's part of the stack, ``[own experts, ...]``. Read these, not the
+                parameters; see `grouped_product`.
+            ends: ``[own experts]`` int32, where the rows of each expert end.
+
+        Returns:
+            ``[rows, width]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute.")
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """See `compute_chosen`."""
+        weights = {name: local_part(stack) for name, stack in self.named_parameters()}
+        return compute_chosen(self, hidden, chosen, shares, lambda rows, ends: self.compute(rows, weights, ends))
+
+
+def mark_experts(module: nn.Module, count: int) -> None:
+    """Says that a module, which computes by `compute_chosen`, is the experts of a layer.
+
+    Args:
+        module: its parameters are stacks, ``[count, ...]``.
+        count: experts.
+    """
+    setattr(module, _COUNT, count)
+
+
+def number_of_experts(module: nn.Module) -> int | None:
+    """The experts of a module that was marked, on all ranks together; None of other modules."""
+    count: int | None = getattr(module, _COUNT, None)
+    return count
+
+
+def exchange_of(module: nn.Module) -> ExpertExchange | None:
+    """What brings rows to the ranks that hold the experts of a module; None where a rank holds all of them."""
+    exchange: ExpertExchange | None = getattr(module, _EXCHANGE, None)
+    return exchange
+
+
+def set_exchange(module: nn.Module, exchange: ExpertExchange) -> None:
+    """Says that a rank holds a share of the experts of a module."""
+    setattr(module, _EXCHANGE, exchange)
+
+
+def compute_chosen(
+    module: nn.Module,
+    hidden: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    compute: Compute,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Lets every token pass the experts that it chose.
+
+    Args:
+        module: was marked as experts.
+        hidden: ``[tokens, width]``.
+        chosen: ``[tokens, experts of a token]`` int64, which experts a token passes.
+        shares: ``[tokens, experts of a token]`` what each of them counts.
+        compute: computes with this rank's experts.
+        dtype: in which it begins, so that rows are copied and sent in it; None is that of ``hidden``.
+
+    Returns:
+        ``[tokens, width]``, in the dtype of ``hidden``.
+    """
+    count, each = number_of_experts(module), chosen.shape[1]
+    assert count is not None, "it was marked"
+    by_expert, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(count, device=chosen.device), right=True, out_int32=True)
+    # Each row is picked once, so that backwards add nothing up in an order of their own.
+    rows = hidden.to(dtype or hidden.dtype).repeat_interleave(each, dim=0).index_select(0, order)
+    exchange = exchange_of(module)
+    results: Tensor = compute(rows, ends) if exchange is None else exchange(rows, ends, compute)
+    of_tokens = results.index_select(0, order.argsort()).view(*chosen.shape, results.shape[-1])
+    return (of_tokens * shares[..., None]).sum(dim=1, dtype=hidden.dtype)
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Every row times the matrix of its expert, in autocast's dtype where that is on.
+
+    In bfloat16 nothing waits for the device; for other dtypes PyTorch has no such product on all devices, and the
+    experts compute one after another.
+
+    Args:
+        rows: ``[rows, inputs]``, sorted by expert.
+        weights: ``[experts, outputs, inputs]``.
+        ends: ``[experts]`` int32, where the rows of each expert end.
+
+    Returns:
+        ``[rows, outputs]``.
+    """
+    dtype = computing_dtype(weights)
+    rows, weights = rows.to(dtype), weights.to(dtype)
+    if dtype == torch.bfloat16:
+        return functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    parts = zip(torch.split(rows, counts), weights, strict=True)
+    return torch.cat([functional.linear(part, weight) for part, weight in parts])
+
+
+def computing_dtype(weights: Tensor) -> torch.dtype:
+    """The dtype in which `grouped_product` computes: autocast, which knows nothing of such products, says it."""
+    device = weights.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weights.dtype
+
+
+class ExpertExchange:
+    """Brings rows to the ranks that hold their experts, and the results back. All ranks of the group call it together.
+
+    Args:
+        group: the ranks among which experts are divided, neighbours together: the first has the first experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, rows: Tensor, ends: Tensor, compute: Compute) -> Tensor:
+        """The results of all experts for this rank's rows.
+
+        Args:
+            rows: ``[rows, width]``, sorted by expert.
+            ends: ``[experts]`` int32, where the rows of each expert end.
+            compute: computes with this rank's experts.
+
+        Returns:
+            ``[rows, width]``.
+        """
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # the backward comes here on every rank, if it does on one
+        counts = ends.diff(prepend=ends.new_zeros(1)).view(self._ranks, -1)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self._group)
+        sent, received = torch.stack([counts.sum(dim=1), theirs.sum(dim=1)]).tolist()
+        came = traded(rows, sent, received, self._group)  # by rank, then by expert
+        own = torch.arange(theirs.shape[1], device=rows.device).repeat(self._ranks)
+        order = own.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
+        results = compute(came.index_select(0, order), theirs.sum(dim=0).cumsum(dim=0).int())
+        return traded(results.index_select(0, order.argsort()), received, sent, self._group)

@@ -1,0 +1,79 @@
+"""Refuses layouts that divide a mixture's experts where the module's cannot be divided, before any of them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.experts import number_of_experts
+
+
+def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises where ranks are to share experts that are not there, or that they cannot share.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains, with its halves whole; it was checked.
+
+    Raises:
+        ValueError: names the experts, and what to do.
+    """
+    for role, layout in layouts.items():
+        if layout.expert == 1:
+            continue
+        experts = dict(_experts_of(module, role))
+        if not experts:
+            raise ValueError(
+                f"The {role} has expert {layout.expert}, but {type(module).__name__} has no experts there that ranks "
+                "could share: these are the mixtures of Hugging Face that compute from stacked weights (gate_up_proj, "
+                "down_proj), and modules of your own that derive from flow.Experts. Leave expert out."
+            )
+        for path, part in experts.items():
+            reason = _why_undividable(path, part, layout.expert) or _why_skipped(path, module)
+            if reason is not None:
+                raise ValueError(f"The {role} has expert {layout.expert}, but {reason}")
+
+
+def _experts_of(module: FlowModule, role: str) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of the experts of every layer of a half."""
+    for half in module.halves[role]:
+        for path, part in module.get_submodule(half).named_modules(prefix=half):
+            if number_of_experts(part) is not None:
+                yield path, part
+
+
+def _why_undividable(path: str, experts: nn.Module, ranks: int) -> str | None:
+    """Why so many ranks cannot share the experts of a layer, as the end of a sentence; None where they can."""
+    count = number_of_experts(experts)
+    assert count is not None, "they are experts"
+    if count % ranks:
+        return (
+            f"{path!r} has {count} experts, which {ranks} ranks cannot share evenly. Take a degree that divides them."
+        )
+    if path.endswith(".base_layer") or any(map(parametrize.is_parametrized, experts.modules())):
+        return (
+            f"the weights of {path!r} are adapted (target_parameters), and adapters of experts are not divided. Adapt "
+            "other layers, or leave expert out."
+        )
+    for name, stack in experts.named_parameters():
+        if stack.ndim == 0 or len(stack) != count:
+            return (
+                f"{f'{path}.{name}'!r} has the shape {list(stack.shape)}, which is no stack with an entry for each of "
+                f"{count} experts. Move it out of the experts, or leave expert out."
+            )
+    return None
+
+
+def _why_skipped(path: str, module: FlowModule) -> str | None:
+    """Why ranks would wait for each other at the experts of a layer; None where every rank comes there."""
+    for conditional in module.conditional_modules:
+        if f"{path}.".startswith(f"{conditional}."):
+            return (
+                f"{conditional!r} is run for some samples and not for others: a rank whose samples do not run it would "
+                "hang those that wait for its rows. Run it for every sample, if only on no rows, or leave expert out."
+            )
+    return None

@@ -1,0 +1,96 @@
+"""A module whose halves have mixtures of experts, stacked in one weight for all experts of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.parallel.experts import grouped_product
+from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
+
+EXPERTS, CHOSEN = 4, 2
+
+
+class Perceptrons(flow.Experts):
+    """Perceptrons with a bias each."""
+
+    def __init__(self) -> None:
+        super().__init__(EXPERTS)
+        self.widen = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH) / 4)
+        self.narrow = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+
+    def compute(self, rows: Tensor, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        expert = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
+        wide = grouped_product(rows, weights["widen"], ends) + weights["bias"][expert]
+        return grouped_product(wide.tanh(), weights["narrow"], ends)
+
+
+class MixtureBlock(Block):
+    """A layer in which each row passes two of four experts, or all rows the same two."""
+
+    def __init__(self, width: int, alike: bool) -> None:
+        super().__init__(width)
+        self.router = nn.Linear(width, EXPERTS)
+        self.experts = Perceptrons()
+        self.alike = alike
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
+        x = super().forward(x, cu_seqlens, max_seqlen, causal)
+        shares, chosen = self.router(x).softmax(dim=-1).topk(CHOSEN, dim=-1)
+        chosen = torch.arange(CHOSEN).expand_as(chosen) if self.alike else chosen
+        return x + self.experts(x, chosen, shares)
+
+
+class MixtureEncoder(Encoder):
+    """Has experts in two of three layers."""
+
+    def __init__(self, levels: int, dropout: float, alike: bool) -> None:
+        super().__init__(levels, dropout)
+        self.more = nn.ModuleList(MixtureBlock(WIDTH, alike) for _ in range(2))
+
+    def forward(self, media: flow.PackedMedia) -> tuple[Tensor, ...]:
+        x = self.block(self.embed(media.patches), media.cu_seqlens, media.max_seqlen, False)
+        for block in self.more:
+            x = block(x, media.cu_seqlens, media.max_seqlen, False)
+        return tuple(head(x.unflatten(0, (-1, 4)).flatten(1)) for head in self.heads)
+
+
+class MixtureBackbone(Backbone):
+    """Has experts in two of three layers."""
+
+    def __init__(self, alike: bool) -> None:
+        super().__init__()
+        self.more = nn.ModuleList(MixtureBlock(WIDTH, alike) for _ in range(2))
+
+    def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        x = self.block(x + self.place(position_ids), cu_seqlens, max_seqlen, True)
+        for block in self.more:
+            x = block(x, cu_seqlens, max_seqlen, True)
+        return self.head(x)
+
+
+class Mixture(TinyVLM):
+    """Halves with experts in some of their layers."""
+
+    alike = False
+
+    def configure_encoder(self) -> None:
+        self.encoder = MixtureEncoder(self.hparams["levels"], self.hparams["dropout"], self.alike)
+        if self.hparams["freeze_encoder"]:
+            self.encoder.requires_grad_(False)
+
+    def configure_backbone(self) -> None:
+        self.backbone = MixtureBackbone(self.alike)
+
+    def slice_tokens(self, arguments: dict, own: slice) -> dict:
+        return {**arguments, "x": arguments["x"][own], "position_ids": arguments["position_ids"][own]}
+
+
+class Crowded(Mixture):
+    """All rows pass the experts of one rank; those of others get none."""
+
+    alike = True

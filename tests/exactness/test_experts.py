@@ -1,0 +1,59 @@
+"""Roles whose ranks share the experts of a mixture: training is that of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.exactness.compare import Run
+from tests.exactness.test_layouts import LIMIT
+from tests.exactness.test_sharded import Case, check_against_plain_loop, run  # noqa: F401
+
+WHOLE = {"expert": 2}
+ACROSS = {"expert": 2, "shard": "fsdp"}
+GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
+CUT = {"encoder_budget": 40}
+"""Patches that most positions' media have more of on a rank: several encoder batches each, unlike in number."""
+
+
+def divided(layout: str, encoder: dict, backbone: dict, precision: str = "64-true", kept: int = 1, **more) -> Case:
+    """A case of halves that have experts."""
+    roles = {"encoder": encoder, "backbone": backbone}
+    return Case(layout, roles, precision, {"encoder_activations": kept}, **{"kind": "mixture", **more})
+
+
+QUICK = [
+    divided("1+2", {}, ACROSS, clip=0.2),
+    divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, "32-true", 0, clip=0.2, data=CUT, kernel="foreach"),
+    divided("colocated 2", ACROSS, WHOLE, kind="crowded", kernel="fused"),
+]
+LONG = [
+    divided("1+2", {}, WHOLE, freeze=True, data=CUT),
+    divided("4+4", GROUPS, {"expert": 4, "shard": "fsdp"}, clip=0.2, data=CUT),
+    divided("mixed 2+2", {"expert": 2}, {**ACROSS, "recompute": "selective"}, clip=0.2),
+    divided("mixed 2+2", GROUPS, WHOLE, "32-true", clip=0.2, kernel="foreach"),
+    divided("2+4", {"shard": "fsdp"}, {**WHOLE, "context": 2}, clip=0.2),
+    divided("colocated 4", {}, {**ACROSS, "context": 2}, "32-true", clip=0.2),
+]
+LONG += [
+    divided(layout, encoder, backbone, precision, kept, kind=kind)
+    for precision in LIMIT
+    for kind in ("mixture", "crowded")
+    for layout in ("4+4", "colocated 4")
+    for encoder, backbone in (
+        (WHOLE, ACROSS),
+        (ACROSS, WHOLE),
+        (GROUPS, GROUPS),
+        ({**WHOLE, "recompute": "full"}, {**GROUPS, "recompute": "full"}),
+    )
+    for kept in (0, 2)
+]
+CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
+    pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_on_divided_experts_is_that_of_the_plain_loop(run: Callable[..., Run], case: Case):  # noqa: F811
+    check_against_plain_loop(run, case)

@@ -1,0 +1,65 @@
+"""Experts of one's own: what tokens get, and the gradients, are those of a loop over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flowtrain_lightning as flow
+from flowtrain_lightning.parallel.experts import grouped_product, number_of_experts
+from tests.exactness.mixture import CHOSEN, EXPERTS, Perceptrons
+from tests.tiny import WIDTH
+
+
+def perceptron(experts, number, row):
+    return experts.narrow[number] @ (experts.widen[number] @ row + experts.bias[number]).tanh()
+
+
+def gradients(experts, output):
+    experts.zero_grad()
+    (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    return {name: weight.grad.clone() for name, weight in experts.named_parameters()}
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_every_token_passes_the_experts_that_it_chose(tokens):
+    torch.manual_seed(1)
+    experts = Perceptrons()
+    hidden, shares = torch.randn(tokens, WIDTH), torch.rand(tokens, CHOSEN)
+    chosen = torch.stack([torch.randperm(EXPERTS - 1)[:CHOSEN] for _ in range(tokens)])  # nobody chooses the last
+    rows = [
+        sum(share * perceptron(experts, number, row) for number, share in zip(numbers.tolist(), shared, strict=True))
+        for row, numbers, shared in zip(hidden, chosen, shares, strict=True)
+    ]
+    found, expected = experts(hidden, chosen, shares), torch.stack(rows)
+    torch.testing.assert_close(found, expected)
+    of_found, of_expected = gradients(experts, found), gradients(experts, expected)
+    torch.testing.assert_close(of_found, of_expected)
+    assert not of_found["widen"][-1].any()
+
+
+def test_no_tokens_pass_experts_too():
+    experts = Perceptrons()
+    nothing = torch.empty(0, CHOSEN)
+    output = experts(torch.empty(0, WIDTH), nothing.long(), nothing)
+    assert output.shape == (0, WIDTH)
+    assert not any(gradient.any() for gradient in gradients(experts, output).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_groups_without_rows_have_a_product_too(dtype):
+    rows, weights = torch.randn(5, 16, dtype=dtype), torch.randn(3, 8, 16, dtype=dtype)
+    found = grouped_product(rows, weights, torch.tensor([0, 5, 5], dtype=torch.int32))
+    torch.testing.assert_close(found, rows @ weights[1].T)
+    nothing = grouped_product(rows[:0], weights, torch.zeros(3, dtype=torch.int32))
+    assert nothing.shape == (0, 8)
+
+
+def test_a_class_without_a_method_to_compute_says_what_is_missing():
+    class Nothing(flow.Experts):
+        pass
+
+    experts = Nothing(EXPERTS)
+    assert number_of_experts(experts) == EXPERTS
+    with pytest.raises(NotImplementedError, match="Nothing must define compute"):
+        experts(torch.empty(0, WIDTH), torch.empty(0, CHOSEN).long(), torch.empty(0, CHOSEN))
