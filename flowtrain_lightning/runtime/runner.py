@@ -105,7 +105,7 @@ class RoleRunner:
         self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics)
         self._epoch_metrics = EpochMetricSync(job)
-        self._rank_metrics = RankMetrics.of(job, self.timeline)
+        self._rank_metrics = RankMetrics.of(job, self.timeline, module)
         self._batch_times = BatchTimes(self.timeline)
         self._frozen = FrozenEncoder(module)
         self._unused_features = {role: UnusedFeatures() for role in encoders if job.rank == ranks[role][0]}
