@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -27,8 +28,10 @@ class FlowMonitor(L.Callback):
 
     ``throughput/``, ``packing/`` and ``mfu/`` are of all ranks together, and there under plain Lightning too; see
     `flowtrain_lightning.metrics`. ``time/`` has for every lane the shares of compute, stall and communication in its
-    time; ``pool/`` for every rank what its part of the pool does; ``memory/`` the most bytes that it has had. No rank
-    waits for another one to tell its metrics: those of encoder ranks may be of some steps before.
+    time; ``pool/`` for every rank what its part of the pool does; ``memory/`` the most bytes that it has had;
+    ``experts/``, where ranks share a mixture's, the rows that those of a rank compute, the fullest expert's over the
+    mean of its layer there, and the fullest rank's over the mean. No rank waits for another one to tell its metrics:
+    those of encoder ranks may be of some steps before.
 
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
@@ -79,6 +82,7 @@ class FlowMonitor(L.Callback):
         told = [] if runner is None else [note["metrics"] for note in runner.report.notes if "metrics" in note]
         for of_rank in told:
             found |= of_rank
+        found |= _fullest_ranks(found)
         for metric in self._metrics.values():
             metric.reset()
         for logger in trainer.loggers:
@@ -90,6 +94,15 @@ class FlowMonitor(L.Callback):
 
     def _every(self, trainer: L.Trainer) -> int:
         return self.every_n_steps or int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+
+def _fullest_ranks(found: Mapping[str, float]) -> dict[str, float]:
+    """By role the rows of the rank whose experts computed most of them, over the mean of all ranks."""
+    of_roles: dict[str, list[float]] = {}
+    for name, value in found.items():
+        if name.startswith("experts/") and name.endswith(" rows"):
+            of_roles.setdefault(name.rsplit(" ", 2)[0], []).append(value)
+    return {f"{role} fullest rank": max(rows) * len(rows) / max(sum(rows), 1) for role, rows in of_roles.items()}
 
 
 def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:

@@ -8,6 +8,7 @@ the results are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,19 @@ class Experts(nn.Module):
     """The experts of a layer, of a kind of your own. A layout with ``expert`` divides them among ranks.
 
     Every parameter of the module, and of modules within, is a stack with one entry for each expert:
-    ``[count, ...]``. What all tokens pass, such as the router, belongs outside of it.
+    ``[count, ...]``. What all tokens pass, such as the router, belongs outside of it::
+
+        class Perceptrons(flow.Experts):
+            def __init__(self):
+                super().__init__(8)
+                self.widen = nn.Parameter(torch.randn(8, 256, 64) / 8)
+                self.narrow = nn.Parameter(torch.randn(8, 64, 256) / 16)
+
+            def compute(self, rows, weights, ends):
+                wide = grouped_product(rows, weights["widen"], ends)  # flowtrain_lightning.parallel.experts
+                return grouped_product(wide.relu(), weights["narrow"], ends)
+
+    A layer calls it with its tokens and what its router chose: ``self.experts(hidden, chosen, shares)``.
 
     Args:
         count: experts.
@@ -109,11 +122,14 @@ def compute_chosen(
     """
     count, each = number_of_experts(module), chosen.shape[1]
     assert count is not None, "it was marked"
+    exchange = exchange_of(module)
+    if exchange is not None and torch.is_grad_enabled():
+        # On every rank, if on one: a backward, or what it computes again, would wait for ranks that leave it out.
+        hidden, shares = (each if each.requires_grad else each.detach().requires_grad_() for each in (hidden, shares))
     by_expert, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(count, device=chosen.device), right=True, out_int32=True)
     # Each row is picked once, so that backwards add nothing up in an order of their own.
     rows = hidden.to(dtype or hidden.dtype).repeat_interleave(each, dim=0).index_select(0, order)
-    exchange = exchange_of(module)
     results: Tensor = compute(rows, ends) if exchange is None else exchange(rows, ends, compute)
     of_tokens = results.index_select(0, order.argsort()).view(*chosen.shape, results.shape[-1])
     return (of_tokens * shares[..., None]).sum(dim=1, dtype=hidden.dtype)
@@ -160,6 +176,15 @@ class ExpertExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._ranks = dist.get_world_size(group)
+        self._rows: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy of a module, such as one whose FLOPs are counted, is one rank's alone."""
+
+    def take_rows(self) -> list[int]:
+        """The rows that each expert of this rank has computed in training since the last call; recomputed ones too."""
+        rows, self._rows = self._rows, None
+        return [] if rows is None else rows.tolist()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, rows: Tensor, ends: Tensor, compute: Compute) -> Tensor:
@@ -173,8 +198,6 @@ class ExpertExchange:
         Returns:
             ``[rows, width]``.
         """
-        if torch.is_grad_enabled() and not rows.requires_grad:
-            rows = rows.detach().requires_grad_()  # the backward comes here on every rank, if it does on one
         counts = ends.diff(prepend=ends.new_zeros(1)).view(self._ranks, -1)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self._group)
@@ -182,5 +205,8 @@ class ExpertExchange:
         came = traded(rows, sent, received, self._group)  # by rank, then by expert
         own = torch.arange(theirs.shape[1], device=rows.device).repeat(self._ranks)
         order = own.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
-        results = compute(came.index_select(0, order), theirs.sum(dim=0).cumsum(dim=0).int())
+        of_experts = theirs.sum(dim=0)
+        if torch.is_grad_enabled():
+            self._rows = of_experts if self._rows is None else self._rows + of_experts
+        results = compute(came.index_select(0, order), of_experts.cumsum(dim=0).int())
         return traded(results.index_select(0, order.argsort()), received, sent, self._group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ import torch
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
+from flowtrain_lightning.parallel.expert_parallel import experts_of
+from flowtrain_lightning.parallel.experts import ExpertExchange, exchange_of
+from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.step import Step
@@ -29,21 +32,31 @@ class RankMetrics:
         lanes: role -> what this rank is in it, such as ``"encoder 1"``.
         label: what this rank is in all its roles.
         timeline: of this rank.
+        exchanges: role -> of the layers whose experts this rank shares with others.
     """
 
-    def __init__(self, lanes: dict[str, str], label: str, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        lanes: dict[str, str],
+        label: str,
+        timeline: Timeline,
+        exchanges: Mapping[str, Sequence[ExpertExchange]] | None = None,
+    ) -> None:
         self._lanes = lanes
         self._label = label
         self._timeline = timeline
+        self._exchanges = exchanges or {}
         self._totals = dict(timeline.totals)
         self._counters: PoolCounters | None = None
         self._taken = time.monotonic()
 
     @classmethod
-    def of(cls, job: Job, timeline: Timeline) -> RankMetrics:
-        """Those of the calling rank."""
+    def of(cls, job: Job, timeline: Timeline, module: HalvedModule) -> RankMetrics:
+        """Those of the calling rank, which trains a module."""
         lanes = {role: f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
-        return cls(lanes, job.labels[job.rank], timeline)
+        halves = {role: [module.get_submodule(path) for path in module.halves[role]] for role in job.roles}
+        exchanges = {role: [*filter(None, map(exchange_of, experts_of(half)))] for role, half in halves.items()}
+        return cls(lanes, job.labels[job.rank], timeline, exchanges)
 
     def take(self, counters: PoolCounters | None) -> dict[str, float]:
         """The metrics since the last call.
@@ -57,11 +70,12 @@ class RankMetrics:
             ``pool/`` ``put`` and ``read`` in bytes per second, ``waiting``, the share of time in which it waited for
             something to come through the pool, ``refused``, how often an entry found no room, ``peak``, the share of
             its bytes that was taken at most since the pool was opened, and ``fallbacks``, how many entries from a GPU
-            went through host memory.
+            went through host memory; under ``experts/``, where ranks share a mixture's, ``rows`` that those of this
+            rank have computed in all layers, and ``fullest``, the most of one expert over the mean of its layer here.
         """
         now = time.monotonic()
         elapsed, self._taken = now - self._taken, now
-        metrics = self._shares() | {f"memory/{self._label}": float(peak_memory())}
+        metrics = self._shares() | {f"memory/{self._label}": float(peak_memory())} | self._of_experts()
         if counters is not None:
             metrics |= self._of_pool(counters, elapsed)
         return metrics
@@ -77,6 +91,16 @@ class RankMetrics:
             whole = sum(spent.values())
             metrics |= {f"time/{lane} {kind}": seconds / whole if whole else 0.0 for kind, seconds in spent.items()}
         self._totals = totals
+        return metrics
+
+    def _of_experts(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for role, exchanges in self._exchanges.items():
+            layers = [rows for exchange in exchanges if (rows := exchange.take_rows())]
+            if layers:
+                fullest = max(max(rows) * len(rows) / max(sum(rows), 1) for rows in layers)
+                told = {"rows": float(sum(map(sum, layers))), "fullest": fullest}
+                metrics |= {f"experts/{self._lanes[role]} {name}": value for name, value in told.items()}
         return metrics
 
     def _of_pool(self, counters: PoolCounters, elapsed: float) -> dict[str, float]:

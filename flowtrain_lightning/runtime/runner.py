@@ -110,7 +110,7 @@ class RoleRunner:
         behind = {role: self._compute.metrics_behind[role] for role in self._behind}
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics, behind, self._losses)
         self._epoch_metrics = EpochMetricSync(job)
-        self._rank_metrics = RankMetrics.of(job, self.timeline)
+        self._rank_metrics = RankMetrics.of(job, self.timeline, module)
         self._batch_times = BatchTimes(self.timeline)
         self._frozen = FrozenEncoder(module)
         self._unused_features = {role: UnusedFeatures() for role in encoders if job.rank == ranks[role][0]}

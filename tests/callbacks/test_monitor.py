@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
@@ -11,22 +12,34 @@ from lightning.pytorch.loggers import CSVLogger
 from flowtrain_lightning.callbacks import FlowMonitor
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
+from tests.exactness.modules import KINDS as KINDS_OF_MODULES
 from tests.forks import Job, run_jobs
-from tests.tiny import TinyVLM, tiny_data, write_records
+from tests.tiny import tiny_data, write_records
 
 
-def train(folder: Path, *, data: str, layout: str, freeze_encoder: bool = False, every_n_steps: int = 2) -> None:
+def train(
+    folder: Path,
+    *,
+    data: str,
+    layout: str,
+    freeze_encoder: bool = False,
+    every_n_steps: int = 2,
+    kind: str = "tiny",
+    strategy: dict[str, Any] | None = None,
+    peak_flops: float | None = 1e12,
+) -> None:
     """Trains an epoch under the monitor; rank 0's logger writes ``log/metrics.csv``."""
     trainer = trainer_for(
         layout,
+        strategy=strategy,
         max_epochs=1,
         limit_val_batches=0,
         log_every_n_steps=every_n_steps,
         logger=CSVLogger(folder, "log", ""),
-        callbacks=[FlowMonitor(every_n_steps, peak_flops=1e12)],
+        callbacks=[FlowMonitor(every_n_steps, peak_flops)],
         default_root_dir=folder,
     )
-    trainer.fit(TinyVLM(freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data)))
+    trainer.fit(KINDS_OF_MODULES[kind](freeze_encoder=freeze_encoder), datamodule=tiny_data(Path(data)))
     disconnect_groups()
 
 
@@ -96,6 +109,16 @@ def test_every_lane_and_every_rank_is_logged(tmp_path, data, layout, lanes, rank
     assert 0 < last["packing/fill"] <= 1
     of_roles = last["mfu/encoder"] + last["mfu/backbone"]
     assert 0 < last["mfu/all"] <= of_roles * (1 + 1e-6) < 1, "float32 rounds each"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["replicate", "fsdp"])
+def test_the_rank_whose_experts_get_most_rows_is_logged(tmp_path, data, shard):
+    strategy = {"roles": {"backbone": {"expert": 2, "shard": shard}}}
+    last, *_ = reversed(logged(tmp_path, data, "1+2", kind="crowded", strategy=strategy, peak_flops=None))
+    assert last["experts/backbone 0 rows"] > 0 == last["experts/backbone 1 rows"]
+    assert last["experts/backbone 0 fullest"] == 1, "all tokens pass both of its experts"
+    assert last["experts/backbone fullest rank"] == 2
 
 
 @pytest.mark.full

@@ -94,3 +94,13 @@ class Crowded(Mixture):
     """All rows pass the experts of one rank; those of others get none."""
 
     alike = True
+
+
+class OnlyExperts(Mixture):
+    """Of the backbone nothing trains but experts: without pictures nothing that comes to them wants a gradient."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.requires_grad_(False)
+        for block in self.backbone.more:
+            block.experts.requires_grad_()

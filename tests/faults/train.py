@@ -20,10 +20,11 @@ from PIL import Image
 
 import flowtrain_lightning as flow
 from tests.checked import leave_out_packing_check
+from tests.exactness.mixture import Mixture
 from tests.exactness.modules import Divided
 from tests.faults.fault import Fault
 from tests.hosts import enter
-from tests.tiny import tiny_data
+from tests.tiny import TinyVLM, tiny_data
 
 STEPS, SAMPLES = 6, 4
 HOST_OF = (0, 0, 1)
@@ -87,8 +88,8 @@ class RankFault:
         return fault is not None and (fault.place, fault.step) == ("wait", step) and fault.rank != self.rank
 
 
-class Model(Divided):
-    """A tiny module that every layout can divide, with places at which it may break or be slow."""
+class Breaking(TinyVLM):
+    """A tiny module with places at which it may break or be slow."""
 
     rank_fault: RankFault
     is_warm = False
@@ -118,6 +119,14 @@ class Model(Divided):
         elif not self.is_warm:
             self.is_warm = True
             time.sleep(self.rank_fault.settings["first_step"])
+
+
+class Model(Breaking, Divided):
+    """Every layout can divide it, but for experts, which it has not."""
+
+
+class ModelWithExperts(Breaking, Mixture):
+    """Has experts in both halves."""
 
 
 class Places(L.Callback):
@@ -157,7 +166,7 @@ def main() -> None:
     rank_fault = RankFault()
     rank_fault.note("pid", os.getpid())
     rank_fault.pass_by("start")
-    Model.rank_fault = rank_fault
+    Breaking.rank_fault = rank_fault
     settings, folder = rank_fault.settings, rank_fault.folder
     hosts = settings["hosts"]
     if hosts is not None:
@@ -180,7 +189,8 @@ def main() -> None:
     )
     loading = {"num_workers": settings["workers"], "augment": rank_fault.augment()}
     data = tiny_data(folder / "data", global_batch_size=SAMPLES, **loading)
-    trainer.fit(Model(), data, ckpt_path=settings["ckpt_path"])
+    module = ModelWithExperts() if any(wanted.expert > 1 for wanted in roles.values()) else Model()
+    trainer.fit(module, data, ckpt_path=settings["ckpt_path"])
     rank_fault.note("finished", trainer.global_step)
     if rank_fault.rank == 0:
         time.sleep(settings["afterwards"])

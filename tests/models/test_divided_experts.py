@@ -1,0 +1,168 @@
+"""Mixtures of Hugging Face train with divided experts as in one process, and checkpoints go across."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain_lightning.allocator import ModelledCosts
+from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
+from tests.allocator.problems import problems
+from tests.exactness.compare import Run, error, read_run, same_bits, without_key_biases
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+from tests.models.tiny import FAMILIES
+
+pytest.importorskip("transformers")
+
+QWEN = "qwen3_vl_moe"
+WHOLE = {"expert": 2}
+ACROSS = {"expert": 2, "shard": "fsdp", "recompute": "full"}
+GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
+LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+LIMIT = {"64-true": 1e-9, "32-true": 1e-5}
+MIDDLE = 2
+"""The step after which some runs save."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run on a layout, in which the experts of the backbone are divided as ``backbone`` says."""
+    folder = tmp_path_factory.mktemp("experts")
+    write_steps(folder / "data")
+
+    jobs: dict[str, Path] = {}
+
+    def trained(
+        layout: str,
+        backbone: dict[str, Any] | None = None,
+        family: str = QWEN,
+        encoder: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Path:
+        roles = None if backbone is None else {"backbone": backbone, "encoder": encoder or {}}
+        given = {"data": str(folder / "data"), "layout": layout, "family": family, "roles": roles, **more}
+        key = str(given)
+        if key not in jobs:
+            job = Job(f"{len(jobs)} {layout}", "tests.models.training:train", ranks_of(layout), given)
+            jobs[key] = run_jobs(folder, [job])[job.name].check().folder
+        return jobs[key]
+
+    return trained
+
+
+def assert_equal(found: Run, expected: Run, precision: str = "64-true") -> None:
+    limit = LIMIT[precision]
+    assert error(found.initial, expected.initial) == 0.0
+    assert found.losses == pytest.approx(expected.losses, rel=limit)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= limit
+    if precision == "64-true":  # in float32 AdamW makes steps of what is rounding
+        assert error(*(without_key_biases(run.weights[-1]) for run in (found, expected))) <= limit
+
+
+@pytest.mark.parametrize(
+    ("layout", "backbone", "precision"),
+    [
+        ("1+2", ACROSS, "64-true"),
+        pytest.param("colocated 2", WHOLE, "32-true", marks=pytest.mark.full),
+        pytest.param("mixed 1+2", WHOLE, "64-true", marks=pytest.mark.full),
+        pytest.param("1+4", GROUPS, "64-true", marks=pytest.mark.full),
+        pytest.param("colocated 4", {"expert": 4, "shard": "fsdp"}, "32-true", marks=pytest.mark.full),
+        pytest.param("1+4", {**WHOLE, "context": 2}, "64-true", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_qwen3_vl_with_divided_experts_computes_what_one_process_does(trained, layout, backbone, precision):
+    runs = [read_run(trained(*each, precision=precision)) for each in ((layout, backbone), ("auto",))]
+    assert_equal(*runs, precision)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [8, 64])
+def test_the_plan_of_a_published_mixture_trains_with_degrees_of_its_kinds(trained, devices):
+    given = problems("qwen3-vl-30b-a3b", devices=devices)
+    plan = choose_plans(ModelledCosts(given)).recommended.chosen
+    assert (plan.kind, why_plan_cannot_run(plan, given)) == ("uniform", None)  # all ranks have both roles
+    small = {role: _cut(candidate) for role, candidate in plan.chosen.items()}
+    assert small["backbone"]["expert"] == 2
+    found = read_run(trained("colocated 4", small["backbone"], encoder=small["encoder"]))
+    assert_equal(found, read_run(trained("auto")))
+
+
+def _cut(candidate: Any) -> dict[str, Any]:
+    """What a plan says of a role, with degrees of two."""
+    layout = candidate.layout
+    degrees = {name: min(2, getattr(layout, name)) for name in ("tensor", "context", "expert", "replicas")}
+    return {"shard": layout.shard, "recompute": candidate.recompute, **degrees}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "precision", "limit"),
+    [
+        ("qwen3_5_moe", "64-true", 1e-6),  # its delta rule computes in float32, whatever it is given
+        ("glm4v_moe", "32-true", 1e-5),  # its tower knows no float64
+    ],
+)
+def test_so_do_mixtures_that_no_class_names(trained, family, precision, limit):
+    layouts = ("1+2", ACROSS), ("auto",)
+    found, expected = (read_run(trained(*each, family=family, precision=precision)) for each in layouts)
+    assert error(found.initial, expected.initial) == 0.0
+    assert error(found.gradients[0], expected.gradients[0]) <= limit
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backbone", [WHOLE, ACROSS], ids=str)
+def test_adapters_train_beside_frozen_experts_that_are_divided(trained, backbone):
+    pytest.importorskip("peft")
+    runs = [read_run(trained(*each, adapters=LORA)) for each in (("1+2", backbone), ("auto",))]
+    assert_equal(*runs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("1+2", ACROSS), ("colocated 1",)),
+        (("auto",), ("colocated 2", WHOLE)),
+        (("colocated 4", GROUPS), ("1+2", WHOLE)),
+        (("1+2", WHOLE), ("1+2", {"shard": "fsdp"})),
+        (("1+2", {"shard": "fsdp"}), ("colocated 4", {"expert": 4, "shard": "fsdp"})),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_in_another_layout(trained, first, then):
+    saved = trained(*first, saves_after=MIDDLE) / "middle.ckpt"
+    found, unbroken = read_run(trained(*then, resumes=str(saved))), read_run(trained("auto"))
+    assert_equal(replace(found, initial=unbroken.initial), _from_middle(unbroken))
+
+
+def _from_middle(run: Run) -> Run:
+    return replace(run, losses=run.losses[MIDDLE:], gradients=run.gradients[MIDDLE:])
+
+
+@pytest.mark.full
+def test_on_the_same_layout_it_goes_on_to_the_bit(trained):
+    unbroken = trained("1+2", ACROSS, saves_after=MIDDLE)
+    found, expected = (
+        read_run(each) for each in (trained("1+2", ACROSS, resumes=str(unbroken / "middle.ckpt")), unbroken)
+    )
+    rest = replace(_from_middle(expected), weights=expected.weights[MIDDLE:])
+    assert same_bits(found, rest)
+
+
+def test_a_checkpoint_becomes_a_folder_of_hugging_face_with_all_experts(trained, tmp_path):
+    folder = trained("1+2", ACROSS, precision="64-true")
+    module = FAMILIES[QWEN].kind.load_from_checkpoint(folder / "last.ckpt")
+    module.save_pretrained(tmp_path)
+    again = dict(type(module.model).from_pretrained(tmp_path, dtype=torch.float64).named_parameters())
+    weights = read_run(folder).weights[-1]
+    assert weights.keys() == {f"model.{name}" for name in again}
+    for name, weight in weights.items():
+        torch.testing.assert_close(again[name.removeprefix("model.")], weight, rtol=1e-6, atol=1e-8)

@@ -1,0 +1,88 @@
+"""Experts that ranks cannot share are refused before the first step, by the name of the module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from flowtrain_lightning.allocator import AllocationError, Layout, RoleLayout
+from flowtrain_lightning.trainer.expert_refusals import refuse_undividable_experts
+from tests.exactness.mixture import Mixture
+from tests.tiny import TinyVLM
+
+LAYOUTS = {"encoder": Layout(1), "backbone": Layout(2, expert=2)}
+EXPERTS = "backbone.more.0.experts"
+
+
+@pytest.fixture
+def mixture() -> Mixture:
+    """A module with four experts in some of its layers."""
+    module = Mixture()
+    module.configure_model()
+    return module
+
+
+class Doubled(nn.Module):
+    """As an adapter changes a weight."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+def adapt(module):
+    parametrize.register_parametrization(module.get_submodule(EXPERTS), "narrow", Doubled())
+
+
+def add_a_vector(module):
+    module.get_submodule(EXPERTS).scale = nn.Parameter(torch.ones(3))
+
+
+def run_seldom(module):
+    module.conditional_modules = ("backbone.more.0",)
+
+
+def test_experts_that_can_be_divided_are_taken(mixture):
+    refuse_undividable_experts(LAYOUTS, mixture)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (adapt, f"'{EXPERTS}' are adapted .target_parameters., and adapters of experts are not divided"),
+        (
+            add_a_vector,
+            rf"'{EXPERTS}.scale' has the shape \[3\], which is no stack with an entry for each of 4 experts",
+        ),
+        (
+            run_seldom,
+            "'backbone.more.0' is run for some samples and not for others: a rank whose samples",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused_by_name(mixture, change, words):
+    change(mixture)
+    with pytest.raises(ValueError, match=f"The backbone has expert 2, but .*{words}"):
+        refuse_undividable_experts(LAYOUTS, mixture)
+
+
+def test_a_degree_that_does_not_divide_the_experts_is_refused(mixture):
+    with pytest.raises(ValueError, match=f"'{EXPERTS}' has 4 experts, which 3 ranks cannot share evenly"):
+        refuse_undividable_experts({**LAYOUTS, "backbone": Layout(3, expert=3)}, mixture)
+
+
+def test_a_half_without_experts_is_refused():
+    module = TinyVLM()
+    module.configure_model()
+    with pytest.raises(ValueError, match=r"TinyVLM has no experts there that ranks could share: .* flow\.Experts"):
+        refuse_undividable_experts(LAYOUTS, module)
+    refuse_undividable_experts({**LAYOUTS, "backbone": Layout(2)}, module)
+
+
+def test_an_expert_degree_fits_into_the_ranks_that_share_weights():
+    assert Layout(8, shard="fsdp", replicas=2, expert=4).ranks_of_shard_group == 4
+    assert Layout(8, expert=2).ranks_of_shard_group == 2
+    assert RoleLayout("fsdp", expert=2).over(4) == Layout(4, shard="fsdp", expert=2)
+    with pytest.raises(AllocationError, match="must divide the 2 ranks of a replica"):
+        Layout(8, shard="fsdp", replicas=4, expert=4)
