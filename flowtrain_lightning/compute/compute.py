@@ -324,6 +324,8 @@ class Compute:
             if gradient is not None and output.requires_grad:
                 reached.append(output)
                 given.append(gradient)
+        if not reached:  # nothing that trains, or leads to it
+            return
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
         if role in self._keeps_casts:
             self._casts.keep_in_backward(reached)
