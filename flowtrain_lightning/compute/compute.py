@@ -48,7 +48,7 @@ class UserMethods(HalvedModule, Protocol):
         """One microbatch -> summed loss and number of target tokens, or a prediction."""
 
     def generator_loss(self, items: PackedTargets, condition: Any) -> tuple[Tensor, int | Tensor]:
-        """What is to be generated, and rows of the backbone's outputs -> summed loss and number of values."""
+        """Items to be generated, and rows of the backbone's outputs -> summed loss and number of values."""
 
     def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
         """Inside, ``log`` collects into ``metrics``."""
