@@ -48,7 +48,7 @@ class UserMethods(HalvedModule, Protocol):
         """One microbatch -> summed loss and number of target tokens, or a prediction."""
 
     def generator_loss(self, items: PackedTargets, condition: Any) -> tuple[Tensor, int | Tensor]:
-        """What is to be generated, and rows of the backbone's outputs -> summed loss and number of values."""
+        """Items to be generated, and rows of the backbone's outputs -> summed loss and number of values."""
 
     def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
         """Inside, ``log`` collects into ``metrics``."""
@@ -324,6 +324,8 @@ class Compute:
             if gradient is not None and output.requires_grad:
                 reached.append(output)
                 given.append(gradient)
+        if not reached:  # nothing that trains, or leads to it
+            return
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
         if role in self._keeps_casts:
             self._casts.keep_in_backward(reached)

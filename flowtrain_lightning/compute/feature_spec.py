@@ -1,4 +1,4 @@
-"""What a row is that passes through the pool: shapes and types of its tensors, for which bytes are reserved."""
+"""The shape and type of rows that pass through the pool, by which bytes are reserved for them."""
 
 from __future__ import annotations
 

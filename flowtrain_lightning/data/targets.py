@@ -13,7 +13,7 @@ from flowtrain_lightning.data.batch import PackedMedia
 
 @dataclass(frozen=True)
 class PackedTargets:
-    """What a role behind the backbone generates in one forward: media items of any microbatches, without padding.
+    """Media items of any microbatches that a role behind the backbone generates in one forward, without padding.
 
     Random numbers belong to an item of a step, so they are the same however items are dealt to ranks and batches.
 

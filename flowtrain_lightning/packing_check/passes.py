@@ -214,7 +214,7 @@ class Passes:
         return loss + generated.reshape(()), count + values
 
     def _step(self, batch: PackedBatch, features: Features) -> tuple[Tensor, Any, tuple[Any, ...]]:
-        """What `backbone_step` returns of a microbatch: the loss, the number of its targets, and rows that are read."""
+        """Runs `backbone_step` on a microbatch: the loss, the number of its targets, and rows that others read."""
         self.before_call()
         with self.module.logging_into(MetricAccumulator()):
             output = self.module.backbone_step(batch, features, "train")

@@ -100,7 +100,7 @@ class CheckedSamples:
         return pack_media([loaded[item] for item in items])
 
     def targets(self, members: Sequence[int]) -> PackedMedia:
-        """What is to be generated of some of the samples, in this order."""
+        """Media items that are to be generated of some of the samples, in this order."""
         every = self.of_modality(GENERATED)
         items = [item for member in members for item in every if item[0] == member]
         rows = [int(self.samples[owner].sequence.media_rows[number]) for owner, number in items]

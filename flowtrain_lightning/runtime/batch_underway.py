@@ -45,6 +45,8 @@ class BatchUnderway:
         given: dict[Key, Place] = {}
         end, beyond, sums = 0, sum(made.rows for made in batch.made), []
         for made in batch.made:
+            if made.modality not in step.answered:  # nobody needs gradients of it
+                continue
             own = slice(end, end + made.rows)
             end = own.stop
             for part in range(len(made.readers)):

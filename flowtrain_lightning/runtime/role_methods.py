@@ -118,14 +118,15 @@ class BackboneMethod:
         packed, features = with_features(step, compute, packed, rows)
         if step.stage == "train" and batch.number == 0:
             compute.check_context(packed, features)
-        result, made = compute.microbatch_and_rows(
-            packed,
-            features,
-            stage=step.stage,
-            step=step.name,
-            number=batch.number * len(step.plan.microbatches) + member,
-            counts=self._counts,
-        )
+        with torch.set_grad_enabled(keep):
+            result, made = compute.microbatch_and_rows(
+                packed,
+                features,
+                stage=step.stage,
+                step=step.name,
+                number=batch.number * len(step.plan.microbatches) + member,
+                counts=self._counts,
+            )
         is_padding = not packed.samples
         if step.stage == "predict":
             self._predictions += [] if is_padding or not self._speaks else [result]

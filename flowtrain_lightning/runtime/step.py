@@ -59,8 +59,10 @@ class Step:
         self.index = index
         encoders = [role for role in graph.producers if role in training]
         self.trains = bool(encoders)
-        self.trained = frozenset([*encoders, graph.trunk, *graph.behind] if stage == "train" else [])
-        reached = {*encoders, *([graph.trunk] if encoders or graph.trunk in training else [])}
+        # What generates may train alone; then nothing of the trunk is kept, nor of any encoder.
+        goes_back = not graph.behind or bool(encoders) or graph.trunk in training
+        reached = [*encoders, *([graph.trunk] if goes_back else [])]
+        self.trained = frozenset([*reached, *graph.behind] if stage == "train" else [])
         self.answered = frozenset(name for name in self.program.modalities if graph.maker_of(name) in reached)
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)

@@ -13,16 +13,19 @@ from typing import Any, ClassVar
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import Tensor, nn
 
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.callbacks import FlowMonitor
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedTargets
+from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.hearing import SAVED_AT, Saver
 from tests.exactness.layouts import SEED, ranks_of
-from tests.exactness.modules import DeepEncoder
+from tests.exactness.modules import DeepEncoder, DividedBlock, divided_blocks
 from tests.exactness.train import Recorder
 from tests.forks import write_down
 from tests.tiny import IMAGES, WIDTH, WORDS, Backbone, Block, TinyVLM, tiny_data
@@ -44,11 +47,12 @@ WEIGHTS = {"backbone": 0.2, "generator": 1.5}
 
 
 class DrawingBackbone(Backbone):
-    """A decoder of three blocks that gives its hidden states, too."""
+    """A decoder of three blocks that gives its hidden states, too; ``divided``: tensor ranks can divide them."""
 
-    def __init__(self) -> None:
+    def __init__(self, divided: bool) -> None:
         super().__init__()
-        self.more = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.block, *more = (DividedBlock() if divided else Block(WIDTH) for _ in range(3))
+        self.more = nn.ModuleList(more)
 
     def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         x = self.block(x + self.place(position_ids), cu_seqlens, max_seqlen, True)
@@ -79,16 +83,21 @@ class Drawing(TinyVLM):
     """Sees pictures, says words, and draws.
 
     Args:
-        frozen: halves that do not train; of the backbone all but its queries.
+        frozen: halves that do not train; ``"backbone"`` is all of it but its ``"queries"``.
         says: it learns words, too.
         weights: of its losses.
+        divided: tensor ranks can divide the backbone's layers.
     """
 
     halves: ClassVar = {"encoder": ("encoder",), "backbone": ("backbone", "queries"), "generator": ("drawer",)}
     condition_rows = ROWS
 
     def __init__(
-        self, frozen: Sequence[str] = (), says: bool = True, weights: Mapping[str, float] | None = None
+        self,
+        frozen: Sequence[str] = (),
+        says: bool = True,
+        weights: Mapping[str, float] | None = None,
+        divided: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -98,8 +107,10 @@ class Drawing(TinyVLM):
         self.encoder = DeepEncoder(1, 0.0).requires_grad_("encoder" not in self.hparams["frozen"])
 
     def configure_backbone(self) -> None:
-        self.backbone = DrawingBackbone().requires_grad_("backbone" not in self.hparams["frozen"])
-        self.queries = nn.Embedding(ROWS, WIDTH)
+        self.backbone = DrawingBackbone(self.hparams["divided"]).requires_grad_(
+            "backbone" not in self.hparams["frozen"]
+        )
+        self.queries = nn.Embedding(ROWS, WIDTH).requires_grad_("queries" not in self.hparams["frozen"])
 
     def configure_generator(self) -> None:
         self.drawer = Drawer()
@@ -127,6 +138,9 @@ class Drawing(TinyVLM):
         found = self.drawer((1 - time) * pictures + time * noise, time, condition, items)
         self.log("time", time.mean())
         return ((found - (noise - pictures)) ** 2).sum(), pictures.numel()
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        return divided_blocks(("backbone.block", "backbone.more.*"))
 
     def logits(self, outputs: Any) -> Tensor:
         return outputs.logits
@@ -214,6 +228,7 @@ def train(
     resume: str | None = None,
     strategy: dict[str, Any] | None = None,
     dies: bool = False,
+    watched: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
 
@@ -233,9 +248,9 @@ def train(
         max_steps=STEPS,
         limit_val_batches=0,
         gradient_clip_val=clip,
-        callbacks=[recorder, Saver()],
+        callbacks=[recorder, Saver(), *([FlowMonitor(every_n_steps=1)] if watched else [])],
         default_root_dir=folder,
-        logger=False,
+        logger=CSVLogger(folder, "log", "") if watched else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -34,13 +34,17 @@ CASES: dict[str, dict[str, Any]] = {
     "colocated 2 fsdp encoder": {"layout": "colocated 2 fsdp encoder"},
     "colocated 2 fsdp backbone": {"layout": "colocated 2 fsdp backbone"},
     "colocated 2 fsdp generator": {"layout": "colocated 2 fsdp generator"},
+    "1+2+1 tensor backbone": {"layout": "1+2+1 tensor backbone", "module": {"divided": True}},
+    "colocated 2 tensor backbone": {"layout": "colocated 2 tensor backbone", "module": {"divided": True}},
     "auto, frozen backbone": {"layout": "auto", **FROZEN_BACKBONE},
     "1+1+1, frozen backbone": {"layout": "1+1+1", **FROZEN_BACKBONE},
     "1+2+1, frozen backbone": {"layout": "1+2+1", **FROZEN_BACKBONE},
     "colocated 2, frozen backbone": {"layout": "colocated 2", **FROZEN_BACKBONE},
-    "1+1+1, frozen tower": {"layout": "1+1+1", "module": {"frozen": ["encoder"]}},
+    "1+1+2, frozen tower, watched": {"layout": "1+1+2", "module": {"frozen": ["encoder"]}, "watched": True},
     "colocated 2, frozen tower": {"layout": "colocated 2", "module": {"frozen": ["encoder"]}},
     "1+2+1, queries alone": {"layout": "1+2+1", "module": {"frozen": ["encoder", "backbone"]}},
+    "1+2+1, generator alone": {"layout": "1+2+1", "module": {"frozen": ["encoder", "backbone", "queries"]}},
+    "colocated 2, generator alone": {"layout": "colocated 2", "module": {"frozen": ["encoder", "backbone", "queries"]}},
     "1+1+1, it only draws": {"layout": "1+1+1", "module": {"says": False}},
     "1+1+1, it keeps nothing": {"layout": "1+1+1", "strategy": {"encoder_activations": 0}},
     "1+2+2, it keeps one": {"layout": "1+2+2", "strategy": {"encoder_activations": 1}},
@@ -122,6 +126,13 @@ def test_it_goes_on_bit_for_bit_and_on_other_ranks(folder_of: Callable[..., Path
         assert error(after, before) == 0.0
     moved = read_run(folder_of("colocated 2 fsdp, clipped", resume=saved, clip=None))
     assert error(moved.weights[-1], found.weights[-1]) <= LIMIT
+
+
+@pytest.mark.full
+def test_its_ranks_are_watched_as_others_are(folder_of: Callable[..., Path]):
+    header = (folder_of("1+1+2, frozen tower, watched") / "log" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert "packing/generator_imbalance" in header
+    assert {f"time/{rank} compute" for rank in ("backbone 0", "encoder 0", "generator 0", "generator 1")} <= {*header}
 
 
 @pytest.mark.full

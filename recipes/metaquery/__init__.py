@@ -1,0 +1,1 @@
+"""A recipe: a frozen language model with trained queries tells a generator what to draw."""
