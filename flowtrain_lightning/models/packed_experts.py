@@ -24,17 +24,22 @@ def pack_experts(model: Any) -> None:
     every token. In bfloat16 nothing waits here either; for other dtypes PyTorch has no such product on all devices, and
     the experts compute one after another.
 
+    Experts that have more than a gate and two products, such as biases or norms, compute by their own code, one after
+    another.
+
     Args:
-        model: a ``transformers.PreTrainedModel`` whose experts are gated (``gate_up_proj``, ``down_proj``), without
-            biases, as Qwen's are.
+        model: a ``transformers.PreTrainedModel``.
     """
     from transformers.integrations.moe import ExpertsInterface
 
+    experts = [module for module in model.modules() if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)]
+    if not all(map(_is_plain, experts)):
+        model.set_experts_implementation("eager")
+        return
     ExpertsInterface.register(_NAME, _packed_experts)
     model.set_experts_implementation(_NAME)
-    for module in model.modules():
-        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            setattr(module, _MARK, True)
+    for module in experts:
+        setattr(module, _MARK, True)
 
 
 def has_packed_experts(module: nn.Module) -> bool:
@@ -42,11 +47,18 @@ def has_packed_experts(module: nn.Module) -> bool:
     return getattr(module, _MARK, False)
 
 
+def _is_plain(experts: Any) -> bool:
+    """Whether experts are a gate and two products, gates before what they let through."""
+    more = ("has_bias", "has_post_expert_norm")
+    return experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in more)
+
+
 def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """A function of experts as ``transformers`` calls it.
 
     Args:
-        module: with ``gate_up_proj [experts, 2 * inner, width]`` and ``down_proj [experts, width, inner]``.
+        module: with ``gate_up_proj [experts, 2 * inner, width]`` and ``down_proj [experts, width, inner]``, or with
+            the last two dimensions of both exchanged (``is_transposed``).
         hidden: ``[tokens, width]``.
         chosen: ``[tokens, experts of a token]`` int64, which experts a token passes.
         shares: ``[tokens, experts of a token]`` what each of them counts.
@@ -60,8 +72,9 @@ def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor)
     ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
     # Each row is picked once, so that backwards add nothing up in an order of their own.
     rows = hidden.repeat_interleave(each, dim=0).index_select(0, order)
-    gate, up = _grouped_product(rows, module.gate_up_proj, ends).chunk(2, dim=-1)
-    rows = _grouped_product(module.act_fn(gate) * up, module.down_proj, ends)
+    wide, narrow = (w.mT if module.is_transposed else w for w in (module.gate_up_proj, module.down_proj))
+    rows = module._apply_gate(_grouped_product(rows, wide, ends))  # its own where its class defines one
+    rows = _grouped_product(rows, narrow, ends)
     rows = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)
     return (rows * shares[..., None]).sum(dim=1, dtype=hidden.dtype)
 
