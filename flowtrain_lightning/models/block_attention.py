@@ -47,10 +47,13 @@ class SightMask:
         batch: the microbatch.
         blocks: ``[tokens]`` the number of the block that a token lies in, or -1; None where nothing is in a block.
             Tokens next to each other that have the same number, and lie in the same sequence, are one block.
+        in_windows: only layers with a window see blocks, and before a token as far as it reaches; else all layers see
+            whole blocks.
     """
 
-    def __init__(self, batch: PackedBatch, blocks: Tensor | None) -> None:
+    def __init__(self, batch: PackedBatch, blocks: Tensor | None, *, in_windows: bool = False) -> None:
         self._blocks = blocks
+        self._in_windows = in_windows
         self._cu_seqlens = batch.cu_seqlens
         self._max_seqlen = batch.max_seqlen
         self._bounds: dict[int | None, tuple[Tensor, Tensor]] = {}
@@ -70,17 +73,24 @@ class SightMask:
         Returns:
             ``[tokens, heads, head_dim]``.
         """
-        window = None if window is None or window >= self._max_seqlen else window
-        if self._blocks is None and window is None and softcap is None:
+        if window is not None and window >= self._max_seqlen and not self._in_windows:
+            window = None
+        if self._seen(window) is None and window is None and softcap is None:
             return varlen_attention(query, key, value, self._cu_seqlens, self._max_seqlen, causal=True)
         if query.is_cuda and query.dtype != torch.float64:
             return self.attend_sparsely(query, key, value, window, softcap, compiled=True)
         return self.attend_densely(query, key, value, window, softcap)
 
+    def _seen(self, window: int | None) -> Tensor | None:
+        """The blocks that a layer sees."""
+        return None if self._in_windows and window is None else self._blocks
+
     def _sight(self, window: int | None, tokens: int) -> tuple[Tensor, Tensor]:
         """``[tokens]`` the first and the last that each token sees."""
         if window not in self._bounds:
-            self._bounds[window] = bounds_of_sight(self._cu_seqlens, self._blocks, window, tokens)
+            self._bounds[window] = bounds_of_sight(
+                self._cu_seqlens, self._seen(window), window, tokens, within=self._in_windows
+            )
         return self._bounds[window]
 
     def attend_densely(
@@ -182,7 +192,7 @@ TILE = 128
 
 
 def bounds_of_sight(
-    cu_seqlens: Tensor, blocks: Tensor | None, window: int | None, tokens: int
+    cu_seqlens: Tensor, blocks: Tensor | None, window: int | None, tokens: int, *, within: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The first and the last token that each token sees.
 
@@ -191,6 +201,7 @@ def bounds_of_sight(
         blocks: as in `SightMask`.
         window: a token sees itself and ``window - 1`` tokens before it, and its block; None: all before it.
         tokens: of the microbatch, all of which lie in sequences.
+        within: of its block a token sees no more before it than of others.
 
     Returns:
         ``[tokens]`` int32 each; what is seen lies between them, both included.
@@ -205,7 +216,8 @@ def bounds_of_sight(
     closes = pad(opens[1:], (0, 1), value=True)
     block_last = torch.where(closes, own, tokens).flip(0).cummin(0).values.flip(0)
     inside = blocks >= 0
-    return torch.where(inside, torch.minimum(first, block_first), first), torch.where(inside, block_last, own)
+    last = torch.where(inside, block_last, own)
+    return (first if within else torch.where(inside, torch.minimum(first, block_first), first)), last
 
 
 def block_mask(first: Tensor, last: Tensor) -> BlockMask:

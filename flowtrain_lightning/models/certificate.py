@@ -125,8 +125,6 @@ class _Comparison:
             if (adapters := self._module.hparams["adapters"]) is not None:
                 add_adapters(self._own, adapters)
         self._module.double()
-        if hasattr(self._module.model, "set_experts_implementation"):
-            self._module.model.set_experts_implementation("eager")
         self._share_weights()
         self._own.train()
 

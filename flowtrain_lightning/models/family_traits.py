@@ -16,8 +16,9 @@ from flowtrain_lightning.models.untrainable import UntrainableError
 Form = Literal["rows", "tuple", "stack"]
 """Features of all images in a row; a tuple with those of each image; all images have as many."""
 
-Sight = Literal["packed", "windows", "images"]
-"""Tokens see those before them; or a few of these in some layers; or those of their image, too."""
+Sight = Literal["packed", "windows", "images", "images in windows"]
+"""Tokens see those before them; or a few of these in some layers; or those of their image, too; or these in the layers
+alone that see a few."""
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ def own_merge(
     if traits.sight != "packed":
         found.pop("attention_mask", None)
         blocks = None
-        if traits.sight == "images" and places is not None:
+        if traits.sight.startswith("images") and places is not None:
             blocks = image_blocks(places, len(batch.tokens))
-        found["sight"] = SightMask(batch, blocks)
+        found["sight"] = SightMask(batch, blocks, in_windows=traits.sight == "images in windows")
     return found
 
 

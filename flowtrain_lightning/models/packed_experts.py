@@ -21,24 +21,36 @@ def pack_experts(model: Any) -> None:
     stays in float32 under autocast and knows no float64, and its others wait for the device or copy the weights for
     every token. See `grouped_product`.
 
+    Experts that have more than a gate and two products, such as biases or norms, compute by their own code, one after
+    another.
+
     Args:
-        model: a ``transformers.PreTrainedModel`` whose experts are gated (``gate_up_proj``, ``down_proj``), without
-            biases, as Qwen's are.
+        model: a ``transformers.PreTrainedModel``.
     """
     from transformers.integrations.moe import ExpertsInterface
 
+    experts = [module for module in model.modules() if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)]
+    if not all(map(_is_plain, experts)):
+        model.set_experts_implementation("eager")
+        return
     ExpertsInterface.register(_NAME, _packed_experts)
     model.set_experts_implementation(_NAME)
-    for module in model.modules():
-        if isinstance(stack := getattr(module, "gate_up_proj", None), nn.Parameter):
-            mark_experts(module, len(stack))
+    for module in experts:
+        mark_experts(module, len(module.gate_up_proj))
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether experts are a gate and two products, gates before what they let through."""
+    more = ("has_bias", "has_post_expert_norm")
+    return experts.has_gate and experts.is_concatenated and not any(getattr(experts, name, False) for name in more)
 
 
 def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """A function of experts as ``transformers`` calls it.
 
     Args:
-        module: with ``gate_up_proj [experts, 2 * inner, width]`` and ``down_proj [experts, width, inner]``.
+        module: with ``gate_up_proj [experts, 2 * inner, width]`` and ``down_proj [experts, width, inner]``, or with
+            the last two dimensions of both exchanged (``is_transposed``).
         hidden: ``[tokens, width]``.
         chosen: ``[tokens, experts of a token]`` int64, which experts a token passes.
         shares: ``[tokens, experts of a token]`` what each of them counts.
@@ -46,10 +58,11 @@ def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor)
     Returns:
         ``[tokens, width]``, in the dtype of ``hidden``.
     """
-    widen, narrow = local_part(module.gate_up_proj), local_part(module.down_proj)
+    stacks = (local_part(stack) for stack in (module.gate_up_proj, module.down_proj))
+    wide, narrow = (stack.mT if module.is_transposed else stack for stack in stacks)
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
-        gate, up = grouped_product(rows, widen, ends).chunk(2, dim=-1)
-        return grouped_product(module.act_fn(gate) * up, narrow, ends)
+        gated = module._apply_gate(grouped_product(rows, wide, ends))  # its own where its class defines one
+        return grouped_product(gated, narrow, ends)
 
-    return compute_chosen(module, hidden, chosen, shares, compute, dtype=computing_dtype(widen))
+    return compute_chosen(module, hidden, chosen, shares, compute, dtype=computing_dtype(wide))

@@ -174,13 +174,19 @@ def _cut_layers(part: dict[str, Any]) -> None:
         for key, value in part.items()
         if isinstance(value, list) and len(value) == layers and key not in _LISTS_OF_INDICES
     }
-    kept = _kept_layers(layers, list(zip(*(map(str, value) for value in lists.values()), strict=True)))
+    shared = part.get("num_kv_shared_layers") or 0  # the last ones, which have keys and values of layers before
+    kinds: list[Sequence[object]] = [*lists.values()]
+    if shared:
+        kinds.append([number < layers - shared for number in range(layers)])
+    kept = _kept_layers(layers, list(zip(*(map(str, value) for value in kinds), strict=True)))
     for key, value in lists.items():
         part[key] = [value[number] for number in kept]
     part[name] = len(kept)
-    for key in ("first_k_dense_replace", "num_kv_shared_layers", "full_attention_interval"):
+    if shared:
+        part["num_kv_shared_layers"] = sum(number >= layers - shared for number in kept)
+    for key in ("first_k_dense_replace", "full_attention_interval"):
         if isinstance(part.get(key), int):
-            part[key] = min(part[key], 1 if key == "first_k_dense_replace" else 0 if "shared" in key else len(kept))
+            part[key] = min(part[key], 1 if key == "first_k_dense_replace" else len(kept))
     if isinstance(part.get("per_layer_config"), Mapping):
         own = {str(number): value for number, value in part["per_layer_config"].items()}
         part["per_layer_config"] = {

@@ -30,8 +30,13 @@ def microbatch(device: str = "cpu") -> PackedBatch:
     return batch.to(torch.device(device))
 
 
-def by_definition(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, window: int, softcap: float) -> Tensor:
-    """Attention token by token, in words: one's sequence, and there what came before, or one's block."""
+def by_definition(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, window: int, softcap: float, within: bool = False
+) -> Tensor:
+    """Attention token by token, in words: one's sequence, and there what came before, or one's block.
+
+    ``within`` the window, that is: of one's block no more of what came before than of others.
+    """
     sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     shared, outputs = query.shape[1] // key.shape[1], []
     for token, head in product(range(len(query)), range(query.shape[1])):
@@ -39,7 +44,10 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, win
             other
             for other in range(len(query))
             if sequences[other] == sequences[token]
-            and (0 <= token - other < window or blocks[token] == blocks[other] >= 0)
+            and (
+                0 <= token - other < window
+                or (blocks[token] == blocks[other] >= 0 and (not within or token - other < window))
+            )
         ]
         scores = key[seen, head // shared] @ query[token, head] * query.shape[2] ** -0.5
         outputs.append((softcap * torch.tanh(scores / softcap)).softmax(0) @ value[seen, head // shared])
@@ -64,6 +72,17 @@ def test_every_token_sees_those_before_it_and_its_block(blocks, window, softcap)
     upstream = torch.randn_like(found)
     for ours, theirs in zip(*(torch.autograd.grad(x, tensors, upstream) for x in (found, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 3, 99])
+def test_blocks_may_be_seen_in_layers_with_windows_alone_and_within_these(window):
+    tensors = inputs(torch.float64)
+    sight = SightMask(microbatch(), BLOCKS, in_windows=True)
+    seen = torch.full_like(BLOCKS, -1) if window is None else BLOCKS
+    found = [sight.attend(*tensors, each, None) for each in (window, None, window)]  # layers take turns
+    expected = by_definition(*tensors, seen, window or 99, 1e9, within=True)
+    for each in (found[0], found[2]):
+        torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("device", MACHINES)

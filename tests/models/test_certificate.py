@@ -39,7 +39,7 @@ _WITHOUT_A_CLASS = (
     *("mistral3", "lighton_ocr", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga", "idefics3", "idefics2"),
     *("aya_vision", "exaone4_5", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "qianfan_ocr", "vipllava"),
     *("hyperclovax_vision_v2", "minimax_m3_vl", "aria", "ernie4_5_vl_moe", "video_llama_3", "llava_next"),
-    *("llava_next_video", "qwen3_5", "qwen3_5_moe", "lfm3_vl"),
+    *("llava_next_video", "qwen3_5", "qwen3_5_moe", "lfm3_vl", "gemma4"),
 )
 _QUICK_BY_NAME = ("lfm3_vl",)
 _MOST_SECONDS = 60.0
@@ -81,6 +81,36 @@ def test_a_family_without_a_class_trains_by_its_usual_config_within_a_minute(fam
     found = certify(published(family), AnyVLM)
     assert (found.verdict, found.module, found.reason) == ("exact", "AnyVLM", "")
     assert time.process_time() - begin < _MOST_SECONDS
+
+
+_GEMMA4 = {
+    "shared keys and values": {"num_kv_shared_layers": 10, "use_double_wide_mlp": True},
+    "images that see ahead in windows": {"use_bidirectional_attention": "vision"},
+    "experts beside perceptrons": {
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+"""As Gemma 4 is published in several sizes."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", _GEMMA4)
+def test_gemma_4_trains_in_all_forms_that_its_sizes_have(size):
+    given = published("gemma4").to_dict()
+    found = certify(read_config({**given, "text_config": {**given["text_config"], **_GEMMA4[size]}}), AnyVLM)
+    assert (found.verdict, found.reason) == ("exact", "")
+
+
+def test_a_twin_keeps_layers_that_have_the_keys_and_values_of_others():
+    text = {"num_hidden_layers": 30, "num_kv_shared_layers": 10}
+    twin = twin_config(transformers.Gemma4Config(text_config=text)).text_config
+    assert 0 < twin.num_kv_shared_layers < twin.num_hidden_layers < 30
+    own = twin.num_hidden_layers - twin.num_kv_shared_layers
+    assert set(twin.layer_types[own:]) <= set(twin.layer_types[:own])
 
 
 class CausalGemma(flow.models.HuggingFaceVLM):

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowtrain_lightning.models.packed_experts import pack_experts
+from flowtrain_lightning.parallel.experts import number_of_experts
 from flowtrain_lightning.parallel.blocks import recompute_in_backward
 from tests.exactness.compare import error
 from tests.models.tiny import FAMILIES
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
@@ -70,6 +72,36 @@ def test_outputs_and_gradients_are_those_of_hugging_faces_experts(text, dtype, a
     assert error(found, expected) <= limit
     assert not found["gate_up_proj"][2].any()
     assert found["gate_up_proj"][3].any()
+
+
+class ClampedGate:
+    """A gate of its own, as MiniMax M3's experts have."""
+
+    def _apply_gate(self, wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return (up.clamp(-0.1, 0.1) + 1.0) * gate * torch.sigmoid(1.7 * gate)
+
+
+@pytest.mark.parametrize("change", ["transposed", "gate of its own", "biases"])
+def test_experts_that_are_built_in_another_way_compute_by_their_own_rules(change):
+    config = transformers.Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=24, num_experts=4, num_hidden_layers=1)
+    text = transformers.Qwen3MoeModel(config).double()
+    experts = text.layers[0].mlp.experts
+    hidden, chosen = torch.randn(3, 32, dtype=torch.float64), torch.tensor([[0, 3], [3, 1], [1, 0]])
+    given = hidden, chosen, torch.rand(3, 2, dtype=torch.float64)
+    if change == "gate of its own":
+        experts.__class__ = type("Experts", (ClampedGate, type(experts)), {})
+    text.set_experts_implementation("eager" if change == "biases" else "batched_mm")
+    expected = computed(experts, *given)
+    if change == "transposed":
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(experts, name, torch.nn.Parameter(getattr(experts, name).detach().mT.contiguous()))
+            expected[name] = expected[name].mT
+        experts.is_transposed = True
+    experts.has_bias = change == "biases"  # of which these have none, so that their own code computes the same
+    pack_experts(text)
+    assert (number_of_experts(experts) is None) == (change == "biases")
+    assert error(computed(experts, *given), expected) <= 1e-12
 
 
 @pytest.mark.parametrize(("recompute", "products"), [("none", 6), ("selective", 6), ("full", 8)])
