@@ -491,9 +491,7 @@ class FlowDataModule(L.LightningDataModule):
         sampling, in_effect = self._steps(stage, source), self._packing_in_effect()
         _warn_of_idle_ranks(sampling, shard)
         module = getattr(self.trainer, "lightning_module", None)
-        # Features are kept by whole files.
-        apart = getattr(module or self._reader, "encodes_moments_apart", False)
-        cuts_clips = apart and self.keep_features is None
+        cuts_clips = getattr(module or self._reader, "encodes_moments_apart", False)
         steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset, cuts_clips=cuts_clips)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(

@@ -46,6 +46,7 @@ class EncoderMedia:
         self._owner = plan.sizes.media_sample
         self._wanted: dict[Place, tuple[int, int]] = {}  # moments from and to which the pieces here reach
         self._clips: dict[Place, LoadedMedia] = {}
+        self._names: dict[Place, str] = {}
         if plan.sizes.media_pieces is not None:
             for item in (item for batch in batches for item in batch.tolist()):
                 place, begin, end = self._piece(item)
@@ -115,8 +116,17 @@ class EncoderMedia:
         return self._samples.media(self._record_of(sample), sample, place[1], rows, self._epoch, moments)
 
     def _content(self, item: int) -> str:
-        number, of_sample = self._place(item)
-        return self._samples.content(self._record_of(int(self._plan.samples[number])), of_sample)
+        if self._plan.sizes.media_pieces is None:
+            return self._content_of(self._place(item))
+        place, begin, end = self._piece(item)
+        return f"{self._content_of(place)}-{begin}-{end}"
+
+    def _content_of(self, place: Place) -> str:
+        """A name of what a whole media item contains: a file is read once for all of its pieces."""
+        if place not in self._names:
+            record = self._record_of(int(self._plan.samples[place[0]]))
+            self._names[place] = self._samples.content(record, place[1])
+        return self._names[place]
 
     def _place(self, item: int) -> Place:
         owner = int(self._owner[item])

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("av")
 pytest.importorskip("transformers")
 
-from flowtrain_lightning.data import StepDataset, VideoProcessor
+from flowtrain_lightning.data import KeepFeatures, StepDataset, VideoProcessor
 from tests.models.clips import video_data
 from tests.packing.sizes import meeting_of, shard_of
 from tests.tiny import IMAGES
@@ -63,3 +64,21 @@ def test_pieces_of_a_clip_are_together_its_patches(steps: StepDataset) -> None:
     order = np.concatenate(whole.plan.batches["encoder"][0])
     assert order.tolist() == [0, 1]
     np.testing.assert_array_equal(pieces, np.concatenate([each.numpy() for each in expected]))
+
+
+def test_the_features_of_a_piece_are_kept_by_its_clip_and_moments(steps: StepDataset, tmp_path: Path) -> None:
+    store = KeepFeatures(tmp_path / "kept").store("eye")
+    store.open()
+    patches = int(steps.plan(0, 0).sizes.media_patches.max())
+    packing = replace(steps.packing, encoder_budget=8 * patches // 4)
+    cut = replace(steps, cuts_clips=True, packing=packing, stores={"encoder": store}, shard=shard_of(1, 1, encoder=0))
+    (first,) = (media.kept for media in cut.load(0, 0).media["encoder"])
+    assert len(set(first.items)) == 8
+    assert {item.rpartition("-")[2] for item in first.items} == {"1", "2", "3", "4"}
+    assert first.missing == list(range(8))
+    for item, rows in zip(first.items[:3], first.rows, strict=False):
+        store.write(item, [torch.full((rows, 2), 3.0)])
+    (media,) = cut.load(1, 0).media["encoder"]
+    found = set(first.items[:3])
+    assert [item in found for item in media.kept.items] == [each is not None for each in media.kept.features]
+    assert len(media.rows) == 5

@@ -88,6 +88,19 @@ def test_pieces_of_a_clip_are_dealt_to_ranks_that_share_its_sequence(trained, fa
 
 
 @pytest.mark.full
+def test_features_of_pieces_are_kept_and_read_with_the_same_losses(trained, tmp_path):
+    settings = {"encoder_budget": 64, "frozen": "model.visual"}
+    plain = read_run(trained("qwen2_5_vl", "1+1", **settings))
+    first, again = (
+        read_run(trained("qwen2_5_vl", "1+1", store=str(tmp_path), resumes=resumes, **settings))
+        for resumes in (None, "")
+    )
+    assert any("-" in file.stem for file in tmp_path.rglob("*.safetensors")), "named by their moments"
+    assert first.losses == plain.losses == again.losses
+    assert error(again.weights[-1], plain.weights[-1]) == 0.0
+
+
+@pytest.mark.full
 def test_a_run_on_videos_goes_on_from_a_checkpoint_to_the_bit(trained):
     whole = trained("qwen3_vl", "1+1", saves_after=MIDDLE)
     found = read_run(trained("qwen3_vl", "1+1", resumes=str(whole / "middle.ckpt")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.data import KeepFeatures, PackingConfig
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS
@@ -25,12 +25,16 @@ def train(
     saves_after: int = STEPS,
     encoder_budget: int | None = None,
     context: int = 1,
+    frozen: str = "",
+    store: str | None = None,
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and ``middle.ckpt`` of a step."""
     tiny, recorder = video_family(family), Recorder()
     settings: dict[str, Any] = {"token_budget": 256}
     if encoder_budget is not None:
         settings["encoder_budget"] = encoder_budget
+    if store is not None:
+        settings["keep_features"] = KeepFeatures(store)
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         settings["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     strategy = {} if context == 1 else {"roles": {"backbone": {"context": context}}}
@@ -43,7 +47,7 @@ def train(
         callbacks=[recorder, SaveAfter(saves_after, folder / "middle.ckpt")],
         default_root_dir=folder,
     )
-    module = tiny.kind(tiny.config, lr=1e-2, weight_decay=0.1)
-    trainer.fit(module, datamodule=video_data(Path(data), family, **settings), ckpt_path=resumes)
+    module = tiny.kind(tiny.config, lr=1e-2, weight_decay=0.1, frozen=frozen or ())
+    trainer.fit(module, datamodule=video_data(Path(data), family, **settings), ckpt_path=resumes or None)
     recorder.save(folder)
     disconnect_groups()
