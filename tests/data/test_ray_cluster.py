@@ -10,7 +10,7 @@ import pytest
 
 from flowtrain_lightning.data import DataError, ImageProcessor
 from tests.data.ray_runs import ON_LOOPBACK, are_equal, cluster, processes_of_ray, produced
-from tests.data.support import data_module, message_record, write_image, write_records
+from tests.data.support import data_module, message_record, write_image, write_records, write_set
 
 pytestmark = pytest.mark.full
 
@@ -45,12 +45,12 @@ def test_a_full_store_loses_no_step(tmp_path, address):
         steps = iter(loader)
         first = next(steps)
         assert sum(media.pixels.nbytes for media in first.media["encoder"] if media is not None) > 8_000_000
-        time.sleep(20)  # the others are made meanwhile
+        time.sleep(15)  # the others are made meanwhile
         assert are_equal(local.train_dataloader(), [first, *steps])
 
 
-def test_a_cluster_that_is_lost_is_named(file, address):
-    with produced(file, num_workers=1) as (loader, _):
+def test_a_cluster_that_is_lost_is_named(tmp_path, address):
+    with produced(write_set(tmp_path / "d.jsonl", 80), num_workers=1) as (loader, _):
         steps = iter(loader)
         next(steps)
         for process in processes_of_ray():
