@@ -61,7 +61,8 @@ SETTINGS = [(kind, field.name) for kind in DATACLASSES for field in fields(kind)
         ),
         (
             flow.FlowDataModule,
-            "token_budget global_batch_size seed shuffle num_workers token_steps packing index group_by keep_features",
+            "token_budget global_batch_size seed shuffle num_workers producers token_steps packing index group_by "
+            "keep_features",
         ),
     )
     for name in names.split()

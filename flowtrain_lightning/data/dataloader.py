@@ -20,7 +20,7 @@ from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.delivery import Delivery, Prepare, PrepareMedia, next_batch, with_inputs
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
 from flowtrain_lightning.data.producer_pace import ProducerPace
-from flowtrain_lightning.data.producers import ProducedSteps, StepsAhead
+from flowtrain_lightning.data.producers import ProducedSteps, StepsAhead, naming_ray
 from flowtrain_lightning.data.ray_cluster import RayCluster
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
@@ -232,7 +232,8 @@ class StepLoader:
         if not self._num_workers:
             return iter(self._loader)
         with fork_lock.forking(), telling_full_memory(self._num_workers):
-            return iter(self._loader)
+            batches = iter(self._loader)
+        return batches if self._cluster is None else naming_ray(batches, self._cluster)
 
     def _build(self) -> DataLoader[SharedMemoryBatch | None]:
         steps: Dataset[SharedMemoryBatch | None] = self.steps

@@ -187,6 +187,23 @@ class ProducedSteps(Dataset[SharedMemoryBatch | None]):
         return f"step {step} of epoch {epoch} ({'; '.join(where)}{others})"
 
 
+def naming_ray(batches: Iterator[SharedMemoryBatch | None], cluster: RayCluster) -> Iterator[SharedMemoryBatch | None]:
+    """What the worker that speaks to Ray gives; its end is told as what it most likely is.
+
+    Raises:
+        DataError: it has ended: whoever is connected to Ray ends with it.
+    """
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(
+            f"Ray at {cluster.address} was lost, or the process that asks it for steps: {error}. Start Ray again, and "
+            "resume from the last checkpoint."
+        ) from error
+
+
 class StepsOrigin(NamedTuple):
     """A rank's steps, for its producers.
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ Producers = Literal["ray"]
 """Whoever makes steps instead of a rank's own workers."""
 
 _START_SECONDS = 300
+_REACHED_SECONDS = 30
 _END_SECONDS = 60
 _TOLD = "address.json"
 _OWN_FOLDER = "r"
@@ -210,6 +212,12 @@ def _answer(host: subprocess.Popen[str]) -> dict[str, Any]:
 
 def _asked(address: str) -> dict[str, Any]:
     """Processors of a cluster that exists, or the error of connecting to it."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    try:  # Ray itself would try for minutes
+        if port.isdecimal():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHED_SECONDS).close()
+    except OSError as error:
+        return {"error": str(error)}
     command = [sys.executable, "-c", _RUN, ray_host.__file__, json.dumps({"address": address})]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_START_SECONDS, check=False)

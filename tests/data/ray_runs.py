@@ -16,7 +16,12 @@ from flowtrain_lightning.data import FlowDataModule, StepBatch, StepLoader
 from tests.data.support import data_module
 from tests.paths import python_path
 
-ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+ON_LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+}
+"""Variables of whoever starts a cluster that other users cannot reach, and of whoever connects to it."""
 
 
 @contextmanager

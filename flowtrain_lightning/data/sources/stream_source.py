@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,15 @@ _READ_AT_ONCE = 64
 
 BYTES_AT_ONCE = 1 << 26
 """Of images and videos that lie in the rows; the row that makes them more is the last that is read."""
+
+
+SLOW_SECONDS = 60.0
+"""After which a row that has not come is named."""
+
+_SLOW = "%s has not given its row %d within %.3g s. Its source is slow, or hangs."
+_END = object()
+
+_log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
 
 class StreamPosition(NamedTuple):
@@ -159,13 +170,31 @@ class StreamSource:
         """Those that are measured together; fewer where the stream ends."""
         records: list[Record] = []
         size = 0
-        for row in islice(self._rows, _READ_AT_ONCE):
+        while len(records) < _READ_AT_ONCE and (row := self._next_row(self._read + len(records))) is not _END:
             records.append(self._parsed(row, self._read + len(records)))
             size += records[-1].bytes_inside
             if size >= BYTES_AT_ONCE:
                 return records
         self._ended = len(records) < _READ_AT_ONCE
         return records
+
+    def _next_row(self, number: int) -> Any:
+        """The next row, or ``_END``.
+
+        Raises:
+            DataError: the stream cannot give it.
+        """
+        slow = threading.Timer(SLOW_SECONDS, _log.warning, [_SLOW, self.name, number + 1, SLOW_SECONDS])
+        slow.daemon = True
+        slow.start()
+        try:
+            return next(self._rows, _END)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{self.name}: its row {number + 1} cannot be read: {error!r}") from error
+        finally:
+            slow.cancel()
 
     def _parsed(self, row: Any, number: int) -> Record:
         fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row

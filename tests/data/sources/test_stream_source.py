@@ -1,5 +1,7 @@
 """A stream is read in order within a window; its steps are the same wherever they are taken up again."""
 
+import time
+
 import pytest
 
 from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps
@@ -76,6 +78,26 @@ def test_long_samples_of_a_stream_are_cut_or_named():
         DataError, match=r"stream Lines, record 6 \(id 'r5'\): it has 14 tokens, more than token_budget=13"
     ):
         source_of(ROWS, budget=13).lengths(0, 9)
+
+
+class Failing(Lines):
+    """Gives no row from the fourth one on, and waits for each."""
+
+    def __iter__(self):
+        for number, row in enumerate(super().__iter__()):
+            time.sleep(0.05)
+            if number == 3:
+                raise OSError("the bucket is gone")
+            yield row
+
+
+def test_a_stream_that_is_slow_or_fails_is_named_with_the_row(monkeypatch, caplog):
+    monkeypatch.setattr(stream_source, "SLOW_SECONDS", 0.01)
+    source = StreamSource(Failing(ROWS), MEASURE, 64, IndexConfig())
+    source.begin(0, StreamPosition())
+    with pytest.raises(DataError, match=r"stream Failing: its row 4 cannot be read: OSError\('the bucket is gone'\)"):
+        source.lengths(0, 3)
+    assert "stream Failing has not given its row 1 within 0.01 s" in caplog.text
 
 
 def test_what_cannot_be_a_stream_is_refused():
