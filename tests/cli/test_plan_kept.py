@@ -25,7 +25,7 @@ def plan(monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_steps_that_read_a_frozen_towers_features_are_as_much_faster_as_the_tower_takes(plan):
+def test_steps_that_read_features_are_faster_by_what_the_tower_takes(plan):
     found = json.loads(plan("--freeze", "encoder", "--json"))
     kept, encoding = found["kept_features"], found["plans"][found["recommended"]]
     assert kept["gain"] == pytest.approx(encoding["step_seconds"] / kept["step_seconds"])
