@@ -126,6 +126,13 @@ def test_adapters_train_beside_frozen_experts_that_are_divided(trained, backbone
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backbone", [WHOLE, GROUPS], ids=str)
+def test_muon_steps_experts_that_are_divided(trained, backbone):
+    runs = [read_run(trained(*each, muon=True)) for each in (("1+4", backbone), ("auto",))]
+    assert_equal(*runs)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "then"),
     [
