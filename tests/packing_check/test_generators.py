@@ -38,7 +38,8 @@ def test_a_generator_that_takes_each_item_by_itself_passes(folder):
     assert report_of(Drawing(), drawings(folder)).findings == []
 
 
-@pytest.mark.parametrize("kind", [Coupled, pytest.param(Averaging, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [Coupled, Averaging])
 def test_one_that_does_not_is_found(folder, kind):
     (finding,) = report_of(kind(), drawings(folder)).findings
     assert "the loss of a sample changes with the others in its microbatch" in finding.sentence

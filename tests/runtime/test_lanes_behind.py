@@ -67,7 +67,7 @@ def check(
     return step
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sizes_strategy(20), CHANCE, BUDGETS, RANKS, RANKS, RANKS, st.integers(0, 4), EVENTS, st.booleans())
 def test_separate_ranks_never_block_and_lose_no_gradient(
     sizes, chance, budget, encoders, backbones, generators, kept, events, trains
@@ -76,7 +76,7 @@ def test_separate_ranks_never_block_and_lose_no_gradient(
     check(plan, colocated=False, kept=kept, events=events, trains=trains)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sizes_strategy(20), CHANCE, BUDGETS, RANKS, RANKS, RANKS, st.integers(0, 4), EVENTS, SHARING)
 def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order(
     sizes, chance, budget, encoders, backbones, generators, kept, events, sharing
@@ -85,7 +85,7 @@ def test_separate_ranks_that_share_weights_come_to_every_collective_in_one_order
     check(plan, colocated=False, kept=kept, events=events, sharing=sharing)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sizes_strategy(20), CHANCE, BUDGETS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
 def test_colocated_ranks_never_block_whichever_of_their_roles_share_weights(
     sizes, chance, budget, ranks, kept, events, sharing, trains
@@ -94,7 +94,7 @@ def test_colocated_ranks_never_block_whichever_of_their_roles_share_weights(
     check(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(sharing_strategy(), CHANCE, BUDGETS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
 def test_what_samples_share_is_encoded_once_beside_what_is_generated(
     sizes, chance, budget, ranks, kept, events, sharing, colocated

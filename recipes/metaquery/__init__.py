@@ -1,1 +1,0 @@
-"""A recipe: a frozen language model with trained queries tells a generator what to draw."""
