@@ -33,6 +33,9 @@ IN_PART = {
 }
 """Ways to train a part of a model. A half that is named as frozen stands for its modules."""
 
+ROUNDED = [("ernie4_5_vl_moe", "64-true", 1e-6), ("glm4v", "32-true", 1e-5), ("gemma4", "64-true", 1e-6)]
+"""Family, precision in which all of its code runs, and how far gradients may lie apart."""
+
 FAMILIES_IN_PARTS = [
     "qwen2_vl, tied",
     "llava_onevision",
@@ -47,12 +50,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     write_steps(folder / "data")
 
     @cache
-    def trained(family: str, layout: str, adapted: bool = False, in_part: str = "") -> Path:
-        name = f"{family} {layout}{' adapted' * adapted} {in_part}".strip()
+    def trained(family: str, layout: str, adapted: bool = False, in_part: str = "", precision: str = "64-true") -> Path:
+        name = f"{family} {layout}{' adapted' * adapted} {in_part} {precision}"
         adapters = (LORA_OF_EXPERTS if "moe" in family else LORA) if adapted else None
         roles = {role: {"shard": "fsdp"} for role in ("encoder", "backbone")} if "sharded" in layout else None
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "adapters": adapters}
-        arguments |= {"roles": roles, **IN_PART.get(in_part, {})}
+        arguments |= {"roles": roles, "precision": precision, **IN_PART.get(in_part, {})}
         if "frozen" in arguments:
             arguments["frozen"] = traits_of(read_config(family_of(family).config)).halves[arguments["frozen"]]
         job = Job(name, "tests.models.training:train", ranks_of(layout), arguments)
@@ -107,6 +110,16 @@ def test_a_family_that_no_class_names_trains_on_ranks_as_in_one_process(trained,
     assert error(found.gradients[0], expected.gradients[0]) <= (1e-6 if family == "qwen3_5" else 1e-12)
     # AdamW makes whole steps of weights whose gradients are rounding alone, and later steps magnify that.
     assert found.losses == pytest.approx(expected.losses, rel=1e-4 if family == "qwen3_5" else 1e-7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["1+1", "2+2 sharded"])
+@pytest.mark.parametrize(("family", "precision", "limit"), ROUNDED)
+def test_so_do_families_whose_own_code_rounds_to_float32(trained, family, precision, limit, layout):
+    found, expected = (read_run(trained(family, each, precision=precision)) for each in (layout, "auto"))
+    assert error(found.initial, expected.initial) == 0.0
+    assert error(found.gradients[0], expected.gradients[0]) <= limit
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 @pytest.mark.full

@@ -18,7 +18,8 @@ from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
-from tests.models.without_a_class import WITHOUT_A_CLASS, family_of
+from tests.models.tiny import FAMILIES
+from tests.models.without_a_class import family_of
 
 BY_ANY = " by any"
 """After the name of a family, has the class train it that takes any."""
@@ -69,7 +70,10 @@ def train(
         kind = type("Muon", (kind,), {"configure_optimizers": lambda module: flow.MuonAdamW(module, lr=1e-2)})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
     settings |= {"compile": compile, "recompute": recompute}
-    images: dict[str, Any] = {"images": chosen.images, "token_budget": 512 if family in WITHOUT_A_CLASS else 160}
+    images: dict[str, Any] = {
+        "images": chosen.images,
+        "token_budget": 160 if family.removesuffix(BY_ANY) in FAMILIES else 512,
+    }
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(
