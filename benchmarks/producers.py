@@ -158,7 +158,7 @@ def results_table(runs: list[dict[str, Any]]) -> str:
     rows = []
 
     def mean(variant: str, name: str) -> float:
-        return statistics.mean(each[name] for each in runs if each["variant"] == variant)
+        return statistics.mean(float(each[name]) for each in runs if each["variant"] == variant)
 
     for variant in VARIANTS:
         processor = mean(variant, "processor_seconds_per_sample")

@@ -232,8 +232,7 @@ class StepLoader:
         if not self._num_workers:
             return iter(self._loader)
         with fork_lock.forking(), telling_full_memory(self._num_workers):
-            batches = iter(self._loader)
-        return batches if self._cluster is None else naming_ray(batches, self._cluster)
+            return iter(self._loader)
 
     def _build(self) -> DataLoader[SharedMemoryBatch | None]:
         steps: Dataset[SharedMemoryBatch | None] = self.steps
@@ -334,7 +333,8 @@ class _StepIterator(Iterator[StepBatch]):
         while len(self._ahead) < count:
             coming = self._coming or self._loader._load_next(self._batches)
             self._coming = None  # whatever comes of it: after an error the next call tries what follows
-            delivery = coming.result()
+            with naming_ray(self._loader._cluster):
+                delivery = coming.result()
             if delivery is None:
                 next_epoch = self._loader._start_next_epoch()
                 if next_epoch is None:

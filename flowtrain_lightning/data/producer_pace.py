@@ -13,6 +13,8 @@ _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other t
 
 _FIRST_STEPS = 2
 _MEASURED_STEPS = 8
+_MOST = 64
+"""Producers that are advised, at most: a rank that needs more hardly trains at all."""
 
 
 class ProducerPace:
@@ -55,8 +57,8 @@ class ProducerPace:
 
     def _tell(self, samples: int) -> None:
         making, training = (median(seconds[_FIRST_STEPS:]) for seconds in (self._making, self._training))
-        needed = max(1, math.ceil(making / max(training, 1e-6)))
-        end = "which is enough." if needed <= self._producers else f"so it waits; set num_workers={needed} if it may."
+        needed = max(1, math.ceil(making / max(training, making / _MOST)))
+        end = "which is enough." if needed <= self._producers else f"so it waits; num_workers={needed} would do."
         _log.info(
             f"flowtrain: a producer makes one {self._roles} rank's part of a step in {making:.3g} s "
             f"({1e3 * making / max(samples, 1):.3g} ms for each sample of the step), and the rank trains on it in "

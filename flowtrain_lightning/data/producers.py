@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any, NamedTuple
@@ -187,19 +188,20 @@ class ProducedSteps(Dataset[SharedMemoryBatch | None]):
         return f"step {step} of epoch {epoch} ({'; '.join(where)}{others})"
 
 
-def naming_ray(batches: Iterator[SharedMemoryBatch | None], cluster: RayCluster) -> Iterator[SharedMemoryBatch | None]:
-    """What the worker that speaks to Ray gives; its end is told as what it most likely is.
+@contextmanager
+def naming_ray(cluster: RayCluster | None) -> Iterator[None]:
+    """Inside, the end of the worker that speaks to Ray is told as what it most likely is.
 
     Raises:
-        DataError: it has ended: whoever is connected to Ray ends with it.
+        DataError: it has ended: Ray ends whoever was connected to it.
     """
     try:
-        yield from batches
+        yield
     except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
+        if cluster is None or not str(error).startswith("DataLoader worker"):
             raise
         raise DataError(
-            f"Ray at {cluster.address} was lost, or the process that asks it for steps: {error}. Start Ray again, and "
+            f"Ray at {cluster.address} was lost, or the process that asks it for steps: {error} Start Ray again, and "
             "resume from the last checkpoint."
         ) from error
 

@@ -49,8 +49,13 @@ def test_a_full_store_loses_no_step(tmp_path, address):
         assert are_equal(local.train_dataloader(), [first, *steps])
 
 
+def slow(image, _):
+    time.sleep(1)
+    return image
+
+
 def test_a_cluster_that_is_lost_is_named(tmp_path, address):
-    with produced(write_set(tmp_path / "d.jsonl", 80), num_workers=1) as (loader, _):
+    with produced(write_set(tmp_path / "d.jsonl", 160), num_workers=1, augment=slow) as (loader, _):
         steps = iter(loader)
         next(steps)
         for process in processes_of_ray():
