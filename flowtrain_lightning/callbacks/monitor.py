@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from flowtrain_lightning.metrics import FlopUtilization, PackingUse, PlanMetric,
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing.cost_model import DEFAULT_COST
 from flowtrain_lightning.placement.flop_counter import count_flops
+from flowtrain_lightning.placement.meta_device import copy_on_meta
 from flowtrain_lightning.placement.probes import load_probes
 from flowtrain_lightning.placement.profile import ProfileError
 from flowtrain_lightning.runtime.runner import RoleRunner
@@ -36,9 +38,8 @@ class FlowMonitor(L.Callback):
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
         peak_flops: FLOP/s of one device on paper, by which ``mfu/`` is measured; None takes those of the known GPUs,
-            and leaves it out on others, and for several encoders under plain Lightning. To count what a model computes
-            takes rank 0 some seconds before the first step; halves that tensor ranks or DeepSpeed's stage 3 divide
-            cannot be counted.
+            and leaves it out on others, with a generator, and for several encoders under plain Lightning. To count what
+            a model computes takes rank 0 some seconds before the first step.
 
     Raises:
         ValueError: fewer than 1 step, or a peak that is not above 0.
@@ -52,7 +53,15 @@ class FlowMonitor(L.Callback):
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
         self._metrics: dict[str, PlanMetric] = {}
+        self._whole: FlowModule | None = None
         self._step_ended = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Keeps a copy without memory of the module as it is built, before ranks share its weights."""
+        is_told = trainer.is_global_zero and _peak_of(trainer, self.peak_flops) is not None
+        if stage == "fit" and is_told and isinstance(pl_module, FlowModule) and not list(pl_module.parameters()):
+            with suppress(Exception):  # of the user's code, where it needs what weights hold; then the built one counts
+                self._whole = copy_on_meta(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Has the metrics of ranks told in the steps' reports, and counts FLOPs."""
@@ -60,7 +69,8 @@ class FlowMonitor(L.Callback):
         if runner is not None:
             runner.metrics_every = math.gcd(runner.metrics_every, self._every(trainer))
         if trainer.is_global_zero:
-            self._metrics = _packing_metrics(trainer) | _utilization(trainer, pl_module, self.peak_flops)
+            whole, self._whole = self._whole, None
+            self._metrics = _packing_metrics(trainer) | _utilization(trainer, pl_module, self.peak_flops, whole)
         self._step_ended = time.monotonic()
 
     def on_train_batch_end(
@@ -120,21 +130,38 @@ def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:
     return {"throughput": Throughput(), "packing": use}
 
 
-def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | None) -> dict[str, PlanMetric]:
-    """MFU, where the peak is known and the module's FLOPs can be counted."""
-    peak = _peak(trainer) if peak is None else peak
+def _utilization(
+    trainer: L.Trainer, module: L.LightningModule, peak: float | None, whole: FlowModule | None
+) -> dict[str, PlanMetric]:
+    """MFU, where the peak is known and the module's FLOPs can be counted.
+
+    Args:
+        trainer: about to train.
+        module: as it lies on this rank.
+        peak: as it was given.
+        whole: the module before ranks shared its weights; None where that is not known.
+    """
+    peak = _peak_of(trainer, peak)
     data = trainer.datamodule  # type: ignore[attr-defined]
     if peak is None or data is None or not isinstance(module, FlowModule):
         return {}
     allocation = getattr(trainer.strategy, "allocation", None)
     graph, everyone = module.role_graph, tuple(range(trainer.world_size))
-    if allocation is None and set(graph.roles) != set(ROLES):
-        return {}  # plans of plain Lightning do not tell encoders apart
+    if graph.behind or (allocation is None and set(graph.roles) != set(ROLES)):
+        return {}  # what generates is not counted, and plans of plain Lightning do not tell encoders apart
     ranks = dict.fromkeys(graph.roles, everyone) if allocation is None else allocation.ranks
+    if whole is not None:
+        trained = {name: weight.requires_grad for name, weight in module.named_parameters()}  # callbacks may freeze
+        for name, weight in whole.named_parameters():
+            weight.requires_grad_(trained.get(name, weight.requires_grad))
     module.attach_runner(None)  # what is counted is a copy of the module, which must not take the whole run along
     try:
         with trainer.precision_plugin.forward_context():
-            return {"mfu": FlopUtilization(count_flops(module, load_probes(data, graph)), ranks, peak)}
+            return {
+                "mfu": FlopUtilization(
+                    count_flops(module if whole is None else whole, load_probes(data, graph)), ranks, peak
+                )
+            }
     except ProfileError as error:
         rank_zero_warn(f"{error} FlowMonitor says nothing about MFU.")
         return {}
@@ -142,8 +169,10 @@ def _utilization(trainer: L.Trainer, module: L.LightningModule, peak: float | No
         module.attach_runner(getattr(trainer.strategy, "runner", None))
 
 
-def _peak(trainer: L.Trainer) -> float | None:
-    """FLOP/s on paper of this rank's GPU, in the precision of the run."""
+def _peak_of(trainer: L.Trainer, given: float | None) -> float | None:
+    """FLOP/s on paper of this rank's GPU, in the precision of the run, if no other one is given."""
+    if given is not None:
+        return given
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return None

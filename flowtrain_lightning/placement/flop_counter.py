@@ -45,8 +45,9 @@ def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, FlopMo
     Raises:
         ProfileError: the module reads numbers that are not there without computing.
     """
-    copy, probes = copy_on_meta(module), _few(probes)
+    probes = _few(probes)
     try:
+        copy = copy_on_meta(module)
         with own_streams():
             counted = [_count(copy, probe) for probe in probes]
     except Exception as error:  # of the user's methods, or of torch on their behalf
