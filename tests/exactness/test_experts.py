@@ -27,10 +27,10 @@ QUICK = [
     divided("1+2", {}, ACROSS, clip=0.2),
     divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, "32-true", 0, clip=0.2, data=CUT, kernel="foreach"),
     divided("colocated 2", ACROSS, WHOLE, kind="crowded", kernel="fused"),
-    divided("1+2", {}, {**WHOLE, "recompute": "full"}, kind="only experts", clip=0.2),
 ]
 LONG = [
     divided("1+2", {}, WHOLE, freeze=True, data=CUT),
+    divided("1+2", {}, {**WHOLE, "recompute": "full"}, kind="only experts", clip=0.2),
     divided("colocated 2", {}, {**ACROSS, "recompute": "full"}, kind="only experts", clip=0.2),
     divided("4+4", GROUPS, {"expert": 4, "shard": "fsdp"}, clip=0.2, data=CUT),
     divided("mixed 2+2", {"expert": 2}, {**ACROSS, "recompute": "selective"}, clip=0.2),
