@@ -67,6 +67,7 @@ def check(
     return step
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(sizes_strategy(20), CHANCE, BUDGETS, RANKS, RANKS, RANKS, st.integers(0, 4), EVENTS, st.booleans())
 def test_separate_ranks_never_block_and_lose_no_gradient(
@@ -94,6 +95,7 @@ def test_colocated_ranks_never_block_whichever_of_their_roles_share_weights(
     check(plan, colocated=True, kept=kept, events=events, sharing=sharing, trains=trains)
 
 
+@pytest.mark.full
 @settings(max_examples=6, deadline=None)
 @given(sharing_strategy(), CHANCE, BUDGETS, RANKS, st.integers(0, 4), EVENTS, SHARING, st.booleans())
 def test_what_samples_share_is_encoded_once_beside_what_is_generated(
