@@ -32,10 +32,10 @@ def copy_on_meta(module: FlowModule) -> FlowModule:
         for weight in module.parameters()
     }
     copied = detached_copy(module, weights)
+    with torch.device("meta"):
+        copied.configure_model()  # before it has a Trainer, whose ranks would all have to check what packing changes
     with suppress(RuntimeError):
         copied.trainer = module.trainer
-    with torch.device("meta"):
-        copied.configure_model()
     return copied
 
 
