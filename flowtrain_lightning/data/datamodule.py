@@ -32,7 +32,7 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
-from flowtrain_lightning.data.media_groups import MediaGroups
+from flowtrain_lightning.data.media_groups import media_groups_of
 from flowtrain_lightning.data.ray_cluster import LocalRay, Producers, RayCluster, connect_ranks, refuse_without_ray
 from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
@@ -301,7 +301,7 @@ class FlowDataModule(L.LightningDataModule):
         except DataError as error:  # too few for a step: the loader refuses that, an index is as good as any
             return [*told, f"{stage}: {error}"]
         assert not isinstance(steps, StreamSteps), "only a stream has these"
-        grouped = [f"{stage}: {MediaGroups.of(opened).summary}."] if self.group_by and stage == "train" else []
+        grouped = [f"{stage}: {media_groups_of(opened).summary}."] if self.group_by and stage == "train" else []
         return [*told, f"{stage}: {steps.summary}", *grouped]
 
     def setup(self, stage: str | None = None) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import SequentialSampler
 
-from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.data.step_packing import CostChange, StepPacking
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.media_groups import MediaGroups
 
 
 @dataclass(frozen=True)

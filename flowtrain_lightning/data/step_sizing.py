@@ -13,13 +13,14 @@ from typing import Literal
 import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.media_groups import MediaGroups
+from flowtrain_lightning.data.media_groups import media_groups_of
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream
 from flowtrain_lightning.packing import CostModel, IntArray, PackingError
+from flowtrain_lightning.packing.media_groups import MediaGroups
 from flowtrain_lightning.packing.sample_stream import (
     LEAST_STEPS,
     StreamSettings,
@@ -141,7 +142,7 @@ class StepSizing:
         return sampling
 
     def _groups(self, source: JoinedSources) -> MediaGroups | None:
-        return None if self.group_by is None else MediaGroups.of(source)
+        return None if self.group_by is None else media_groups_of(source)
 
     def _samples(self, source: JoinedSources | StreamSource) -> int:
         """Those of a step that has a number of samples."""

@@ -9,9 +9,9 @@ from itertools import islice
 import numpy as np
 
 from flowtrain_lightning.allocator import Allocation, Workload
-from flowtrain_lightning.data.media_groups import MediaGroups
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
+from flowtrain_lightning.packing.media_groups import MediaGroups
 from flowtrain_lightning.packing.microbatches import arrange_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep, usual_balance_group
 from flowtrain_lightning.packing.step_planner import sync_every_of

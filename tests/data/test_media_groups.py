@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.data import DataError, FlowDataModule, StepLoader, TokenSteps
-from flowtrain_lightning.data.media_groups import MediaGroups
+from flowtrain_lightning.packing.media_groups import MediaGroups
 from tests.data.support import IMAGES, TEMPLATE, Letters, message_record, write_image, write_records
 
 PICTURES, QUESTIONS = 6, 5

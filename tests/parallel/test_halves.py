@@ -218,7 +218,10 @@ def test_a_rank_that_has_one_role_never_has_the_other_half_in_memory(memory):
 def test_halves_that_are_called_otherwise_are_refused(names):
     module = TinyVLM()
     module.halves = dict.fromkeys(names, ("backbone",))
-    with pytest.raises(ValueError, match=r"The halves of TinyVLM: .* Call them 'encoder' and 'backbone'; where"):
+    with pytest.raises(
+        ValueError,
+        match=r"The halves of TinyVLM: .* Call them 'encoder' and 'backbone', and what generates",
+    ):
         module.configure_model()
 
 
