@@ -174,7 +174,7 @@ def test_the_norm_is_read_only_where_other_ranks_have_the_other_half(listeners, 
     cross: Any = SimpleNamespace(all_reduce=lambda squares: squares)
     job = SimpleNamespace(rank=0, allocation=allocation, groups=SimpleNamespace(cross=cross))
     rank: Any = SimpleNamespace(
-        _engines={BACKBONE: half}, _listeners=listeners, _training_roles=lambda: [ENCODER], _job=job
+        _engines={BACKBONE: half}, _listeners=listeners, _training_roles=lambda: [ENCODER], _job=job, trunk=BACKBONE
     )
     with ReadingOnce() as device:
         norm = RoleRunner.gradient_norm(rank, half.parameters)
