@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from flowtrain_lightning.allocator import default_allocation
+from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.pool import Key, Mesh, PoolError, Tier, open_device_tier
 from flowtrain_lightning.runtime import pool_capacity
 from flowtrain_lightning.runtime.pool_capacity import PoolCapacity, PoolSettings
@@ -30,7 +31,7 @@ def capacity_of(mesh: Mesh) -> PoolCapacity:
 def step(number: int, nbytes: int) -> Any:
     """A step that needs so many bytes for its largest encoder batch, and no more for the others."""
     program = SimpleNamespace(modalities=(), pool_demand=lambda specs: SimpleNamespace(least=nbytes, ample=nbytes))
-    return SimpleNamespace(index=number, program=program, plan=SimpleNamespace(entries=["one"]))
+    return SimpleNamespace(index=number, program=program, plan=SimpleNamespace(entries=["one"], graph=TWO_ROLES))
 
 
 @pytest.fixture
