@@ -144,7 +144,7 @@ def test_an_encoder_without_a_rank_is_refused_before_a_rank_starts(monkeypatch: 
     monkeypatch.setattr("sys.argv", [__file__])  # which other ranks could run again
     strategy = FlowTrainStrategy(encoder_ranks={"encoder_image": 1})
     trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, logger=False)
-    with pytest.raises(AllocationError, match="give each role that encodes .encoder_image, encoder_audio. at least 1"):
+    with pytest.raises(AllocationError, match=r"give each role that encodes .encoder_image, encoder_audio. at least 1"):
         trainer.fit(SeeingAndHearing(), memory_data())
 
 
