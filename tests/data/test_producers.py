@@ -22,6 +22,7 @@ def no_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
+@pytest.mark.full
 def test_steps_are_equal_to_the_bit_and_nothing_of_ray_is_left(file, monkeypatch):
     local = data_module(file)
     local.setup("fit")
