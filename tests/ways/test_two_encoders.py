@@ -47,10 +47,16 @@ def own_data(tmp_path):
 
 
 @pytest.mark.full
-def test_two_encoders_on_ranks_of_their_own_train_by_a_loss_of_one_s_own(own_data):
+@pytest.mark.parametrize("who", ["found", "said", "by an allocation"])
+def test_two_encoders_on_ranks_of_their_own_train_by_a_loss_of_one_s_own(own_data, who):
     fewer = {"data: 4}, ranks: 0-3": "data: 1}, ranks: 0", "data: 3}, ranks: 4-6": "data: 1}, ranks: 1"}
     (own_data / "allocation.yaml").write_text(adapted(ALLOCATION, {**fewer, "ranks: 7": "ranks: 2"}))
-    (own_data / "train.py").write_text("\n\n".join([MODULE, STRATEGY, SOURCE, OWN]))
+    strategy = {
+        "found": 'strategy = "flowtrain"',
+        "said": adapted(STRATEGY, {'"encoder_image": 3': '"encoder_image": 1'}),
+        "by an allocation": 'strategy = flow.FlowTrainStrategy(allocation="allocation.yaml")',
+    }[who]
+    (own_data / "train.py").write_text("\n\n".join([MODULE, strategy, SOURCE, OWN]))
     assert "loss " in run(own_data, "python train.py")
 
 
