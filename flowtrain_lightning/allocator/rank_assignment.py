@@ -71,7 +71,7 @@ def default_allocation(
             f"With encoder_ranks={encoder_ranks} the {missing[0]} has no rank of its own; give each of "
             f'{", ".join(producers)} one, or use placement="colocated" or "mixed".'
         )
-    return _replicated("separate", {**_shared_out(encoders, counts, per_node), graph.trunk: trunk}, graph)
+    return _replicated("separate", {**_ranks_by_role(encoders, counts, per_node), graph.trunk: trunk}, graph)
 
 
 def _evenly(ranks: int, producers: Sequence[str]) -> dict[str, int]:
@@ -80,7 +80,7 @@ def _evenly(ranks: int, producers: Sequence[str]) -> dict[str, int]:
     return {role: each + (number < more) for number, role in enumerate(producers)}
 
 
-def _shared_out(ranks: tuple[int, ...], counts: Mapping[str, int], per_node: int) -> dict[str, tuple[int, ...]]:
+def _ranks_by_role(ranks: tuple[int, ...], counts: Mapping[str, int], per_node: int) -> dict[str, tuple[int, ...]]:
     """Role -> its ranks, ascending: on every node its share of those there, side by side."""
     roles = list(counts)
     dealt: dict[str, int] = dict.fromkeys(roles, 0)

@@ -32,7 +32,6 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
-from flowtrain_lightning.data.media_groups import media_groups_of
 from flowtrain_lightning.data.ray_cluster import LocalRay, Producers, RayCluster, connect_ranks, refuse_without_ray
 from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
@@ -43,7 +42,7 @@ from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of,
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
-from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps
+from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor

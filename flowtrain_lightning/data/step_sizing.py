@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.media_groups import media_groups_of
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
 from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
@@ -173,3 +172,15 @@ class StepSizing:
 def _tokens(source: JoinedSources) -> IntArray:
     """``[samples]`` of each."""
     return source.sizes(np.arange(len(source), dtype=np.int64)).tokens
+
+
+def media_groups_of(source: JoinedSources) -> MediaGroups:
+    """Those of all samples.
+
+    Raises:
+        DataError: it is not known of any two samples that they have one in common.
+    """
+    try:
+        return MediaGroups.of_sizes(source.sizes(np.arange(len(source), dtype=np.int64)))
+    except PackingError as error:
+        raise DataError(str(error)) from None
