@@ -370,8 +370,10 @@ def ends_behind_a_goodbye(rank, ranks):
     """A child that ends with an error while the ranks are connected: its status page tells more than its code."""
     mesh, pool, health = start(rank, ranks)
     if rank == 0:
-        health.watch_processes(0, {1: WatchedProcess(os.getpid(), lambda: 3)})
+        codes = [3]
+        health.watch_processes(0, {1: WatchedProcess(os.getpid(), lambda: codes[0])})
         time.sleep(1)
+        codes[0] = 0  # as soon as it has left it looks at codes again
     health.leave()
     pool.close()
     mesh.close()
