@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flowtrain_lightning.cli.command_table import UsageError
-from flowtrain_lightning.packing import IntArray, SampleSizes
+from flowtrain_lightning.packing import IMAGE, IntArray, SampleSizes
+from flowtrain_lightning.packing.listed_media import ListedMedia, sizes_of_listed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -43,30 +45,62 @@ def read_lengths(path: Path) -> tuple[IntArray, pyarrow.Table]:
     return column.to_numpy(zero_copy_only=False).astype(np.int64), table
 
 
-def read_sizes(path: Path) -> SampleSizes:
-    """Sizes of samples with one modality; without a column of media no sample has any.
+def read_sizes(path: Path, modalities: Sequence[str] = ()) -> SampleSizes:
+    """Sizes of samples; without a column of media no sample has any.
 
-    Media items are in the column of lists whose name ends in ``_tokens``; one of numbers (``text_tokens``) is not read.
-    The file says nothing of target tokens and rows of features: all tokens, and a row for every patch, stand for them.
+    The media items of several modalities are in a column each, ``image_tokens``, ``audio_tokens`` …; those of a lone
+    encoder in the column of lists whose name ends in ``_tokens``, where one of numbers (``text_tokens``) is not read.
+    See `sizes_of_listed` for what a file does not say.
+
+    Args:
+        path: of the file.
+        modalities: what encoders take, where there are several.
 
     Raises:
-        UsageError: two columns list media items, or a column cannot be used.
+        UsageError: two columns list media items for a lone encoder, a modality has none, or a column cannot be used.
     """
     tokens, table = read_lengths(path)
+    if len(modalities) > 1:
+        return sizes_of_listed(
+            tokens, {name: _listed(table, media_column(table, name, path), path) for name in modalities}
+        )
     counted = [name for name in table.column_names if name.endswith("_tokens")]
     listed = [name for name in counted if _is_list(table[name].type)]
     if len(listed) > 1:
         raise UsageError(
-            f"{path} lists media in the columns {' and '.join(map(repr, listed))}, but a profile has one encoder; "
-            "leave only the column of its media."
+            f"{path} lists media in the columns {' and '.join(map(repr, listed))}, but there is one encoder; leave "
+            "only the column of its media."
         )
     name = next(iter(listed or counted), None)
-    if name is None:
-        nothing = np.empty(0, dtype=np.int64)
-        return SampleSizes(tokens, tokens, np.zeros(len(tokens) + 1, dtype=np.int64), nothing, nothing)
-    patches, start = media_lengths(table[name], path, name), media_start(table[name])
-    content = media_content(table, name.removesuffix("_tokens"), start, path)
-    return SampleSizes(tokens, tokens, start, patches, patches, media_content=content)
+    return sizes_of_listed(tokens, {} if name is None else {IMAGE: _listed(table, name, path)})
+
+
+def media_column(table: pyarrow.Table, modality: str, path: Path, *others: str) -> str:
+    """The name of the column that lists the lengths of a modality's media items.
+
+    Args:
+        table: of the file.
+        modality: of the media items.
+        path: of the file.
+        others: names that will do as well.
+
+    Raises:
+        UsageError: the file has none.
+    """
+    names = (f"{modality}_tokens", *others)
+    column = next((name for name in names if name in table.column_names), None)
+    if column is None:
+        raise UsageError(
+            f"{path} has no column {' or '.join(map(repr, names))} (its columns: {', '.join(table.column_names)}); "
+            f"it must list the encoder tokens of each sample's {modality} media."
+        )
+    return column
+
+
+def _listed(table: pyarrow.Table, column: str, path: Path) -> ListedMedia:
+    patches = media_lengths(table[column], path, column)  # which refuses what holds no lists
+    start = media_start(table[column])
+    return ListedMedia(start, patches, media_content(table, column.removesuffix("_tokens"), start, path))
 
 
 def media_content(table: pyarrow.Table, modality: str, start: IntArray, path: Path) -> IntArray | None:

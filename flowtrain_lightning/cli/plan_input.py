@@ -24,8 +24,7 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.hf_config import READ
-from flowtrain_lightning.cli.command_table import UsageError
-from flowtrain_lightning.cli.lengths import media_content, media_lengths, media_start, read_lengths
+from flowtrain_lightning.cli.lengths import media_column, media_content, media_lengths, media_start, read_lengths
 from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.profile import Profile
 
@@ -115,13 +114,8 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
         settings = {**settings, "token_budget": max(usual, int(tokens.max(initial=0)))}
     media, content = {}, {}
     for modality in module.encoders:
-        names = (f"{modality}_tokens", *(("media_tokens",) if len(module.encoders) == 1 else ()))
-        column = next((name for name in names if name in table.column_names), None)
-        if column is None:
-            raise UsageError(
-                f"{path} has no column {' or '.join(map(repr, names))} (its columns: {', '.join(table.column_names)}); "
-                f"it must list the encoder tokens of each sample's {modality} media."
-            )
+        others = ("media_tokens",) if len(module.encoders) == 1 else ()
+        column = media_column(table, modality, path, *others)
         media[modality] = media_lengths(table[column], path, column)
         found = media_content(table, column.removesuffix("_tokens"), media_start(table[column]), path)
         if found is not None:

@@ -75,10 +75,12 @@ class PlanQuestion:
 
     @cached_property
     def simulator(self) -> PlanSimulator | None:
-        """Plays plans as `flowtrain simulate` does; None where it plays no such module: one encoder is simulated."""
-        if len(self.module.encoders) != 1:
+        """Plays plans as `flowtrain simulate` does; None of a module without an encoder."""
+        modalities = tuple(self.module.encoders)
+        if not modalities:
             return None
-        profile, sizes = self.profile, sizes_of(self.workload) if self.data is None else read_sizes(self.data)
+        profile = self.profile
+        sizes = sizes_of(self.workload) if self.data is None else read_sizes(self.data, modalities)
         balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
         steps = steps_of(self.workload, sizes, balanced_by)
         return PlanSimulator(self.problems, steps)

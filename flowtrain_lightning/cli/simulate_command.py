@@ -14,7 +14,6 @@ from typing import Any
 from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
-    ROLES,
     Allocation,
     AllocationError,
     Cluster,
@@ -55,13 +54,14 @@ def run() -> None:
             raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     allocation = read_plan(options.plan)
     refuse_what_cannot_run(allocation, str(options.plan))
-    if set(allocation.layouts) != set(ROLES):
+    if allocation.graph.behind or not allocation.producers:
         raise AllocationError(
-            f"{options.plan} has the roles {', '.join(allocation.layouts)}, but one encoder and the backbone are what "
-            "is simulated today."
+            f"{options.plan} has the roles {', '.join(allocation.layouts)}, but encoders and the role that reads what "
+            "they make are what is simulated today."
         )
     profile = None if options.profile is None else read_profile(options.profile)
-    sizes = read_sizes(options.data)
+    modalities = tuple(filter(None, map(allocation.graph.modality_of, allocation.producers)))
+    sizes = read_sizes(options.data, modalities)
     if not len(sizes):
         raise PlanningError(f"{options.data} has no samples to make steps of.")
     workload = in_steps(_workload(sizes, _token_budget(options.token_budget, profile)), options, is_assumed=False)
@@ -103,8 +103,13 @@ def _token_budget(given: int | None, profile: Profile | None) -> int:
 
 def _workload(sizes: SampleSizes, budget: int) -> Workload:
     """The data as planning takes them."""
-    content = {} if sizes.media_content is None else {IMAGE: sizes.media_content}
-    return Workload(sizes.tokens, {IMAGE: sizes.media_patches}, token_budget=budget, content=content)
+    media, content = {}, {}
+    for modality in sizes.modalities:
+        own = sizes.of_modality(modality)
+        media[modality] = sizes.media_patches[own]
+        if sizes.media_content is not None:
+            content[modality] = sizes.media_content[own]
+    return Workload(sizes.tokens, media, token_budget=budget, content=content)
 
 
 def _costs(
@@ -116,13 +121,15 @@ def _costs(
             raise UsageError("what a step takes follows from --profile, from the module's --model, or from both.")
         return ProfiledLayoutCosts(profile, allocation)
     module, device = read_module(options.model).with_frozen(*options.freeze), read_device(options.device)
-    patches = workload.media[IMAGE]
-    of_a_microbatch = max(1, round(workload.token_budget * patches.sum() / workload.tokens.sum()))
-    media = dict.fromkeys(module.encoders, patches) if len(patches) else {}
-    content = dict.fromkeys(media, workload.content[IMAGE]) if IMAGE in workload.content else {}
-    workload = replace(
-        workload, media=media, content=content, encoder_budget=of_a_microbatch
-    )  # what one microbatch reads is a batch
+    if len(module.encoders) == 1:  # takes whatever there is
+        media, content = (
+            {name: of[IMAGE] for name in module.encoders if IMAGE in of and len(workload.media[IMAGE])}
+            for of in (workload.media, workload.content)
+        )
+        workload = replace(workload, media=media, content=content)
+    most = max((patches.sum() for patches in workload.media.values()), default=0)
+    of_a_microbatch = max(1, round(workload.token_budget * most / workload.tokens.sum()))
+    workload = replace(workload, encoder_budget=of_a_microbatch)  # what one microbatch reads is a batch
     cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
     return ModelledLayoutCosts(role_problems(module, workload, cluster, options.precision, shares), allocation)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
-from flowtrain_lightning.packing.policies.lockstep import lockstep_order
+from flowtrain_lightning.packing.policies.member_orders import joint_order
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
@@ -118,22 +118,28 @@ def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) 
     if not rules.in_fixed_order or len(members) < 2:
         yield from (lanes[member].works(lanes[member].order) for member in members)
         return
-    (producer,) = [lanes[member] for member in members if rules.produces(member[0])]
-    (consumer,) = [lanes[member] for member in members if not rules.produces(member[0])]
-    (role,) = [role for role, _ in members if rules.produces(role)]
-    due, until = [batch.turn[0] for batch in producer.batches], [batch.read_until for batch in producer.batches]
-    kept = max(1, rules.in_flight.get(role, len(producer.batches)))
-    trains = any(batch.backward > 0 for batch in producer.batches)
-    passes = lockstep_order(due, kept, until)[0] if trains else producer.order
-    of_producer = [
-        (Due(kind, (due if kind == "forward" else until)[number]), work)
-        for (kind, number), work in zip(passes, producer.works(passes), strict=True)
-    ]
-    of_consumer: list[list[int]] = [[] for _ in consumer.batches]
-    for (_, position), number in zip(consumer.order, consumer.works(consumer.order), strict=True):
-        of_consumer[position].append(number)
-    frozen = [] if trains else [work for _, work in of_producer]
-    yield [*frozen, *taking_turns(of_producer if trains else [], of_consumer)]
+    producers = {member: lanes[member] for member in members if rules.produces(member[0])}
+    trained = {role: lane for (role, _), lane in producers.items() if any(b.backward > 0 for b in lane.batches)}
+    frozen = [work for (role, _), lane in producers.items() if role not in trained for work in lane.works(lane.order)]
+    consumers = [lanes[member] for member in members if not rules.produces(member[0])]
+    of_consumer: list[list[int]] = [[] for lane in consumers for _ in lane.batches]
+    for lane in consumers:  # one at most: what nobody reads has ranks of its own
+        for (_, position), number in zip(lane.order, lane.works(lane.order), strict=True):
+            of_consumer[position].append(number)
+    yield [*frozen, *taking_turns(_in_turns(trained, rules), of_consumer)]
+
+
+def _in_turns(producers: dict[str, _Lane], rules: StepRules) -> list[tuple[Due, int]]:
+    """The passes of what a rank makes for others, in the one order that all of its roles have, and their works."""
+    turns = {role: [batch.turn for batch in lane.batches] for role, lane in producers.items()}
+    until = {role: [batch.read_until for batch in lane.batches] for role, lane in producers.items()}
+    kept = max(1, min((rules.in_flight.get(role, len(own)) for role, own in turns.items()), default=1))
+    found = []
+    for role, (kind, number) in joint_order(turns, kept, until).passes:
+        position = turns[role][number][0] if kind == "forward" else until[role][number]
+        (work,) = producers[role].works([(kind, number)])
+        found.append((Due(kind, position), work))
+    return found
 
 
 def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from flowtrain_lightning.allocator import Allocation, Workload
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
+from flowtrain_lightning.packing.listed_media import ListedMedia, sizes_of_listed
 from flowtrain_lightning.packing.media_groups import MediaGroups
 from flowtrain_lightning.packing.microbatches import arrange_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep, usual_balance_group
@@ -177,16 +178,18 @@ def steps_of(
 
 
 def sizes_of(workload: Workload) -> SampleSizes:
-    """The samples of a workload in which each has one media item, or none has any.
+    """The samples of a workload in which each has one media item of every modality, or none has any.
 
-    Nothing is said of target tokens and rows of features: all tokens, and a row for every patch, stand for them.
+    See `sizes_of_listed` for what a workload does not say.
 
     Raises:
         ValueError: samples and media items are not as many, so that nobody knows whose is whose.
     """
-    tokens = workload.tokens
-    patches = next(iter(workload.media.values()), np.empty(0, dtype=np.int64))
-    if len(patches) not in (0, len(tokens)) or len(workload.media) > 1:
-        raise ValueError(f"{len(tokens)} samples have {len(patches)} media items; nothing says which has which.")
-    start = np.arange(len(tokens) + 1) * (len(patches) > 0)
-    return SampleSizes(tokens, tokens, start, patches, patches)
+    samples, media = len(workload.tokens), {}
+    for modality, patches in workload.media.items():
+        if len(patches) not in (0, samples):
+            raise ValueError(
+                f"{samples} samples have {len(patches)} {modality} media items; nothing says which has which."
+            )
+        media[modality] = ListedMedia(np.arange(samples + 1) * (len(patches) > 0), patches)
+    return sizes_of_listed(workload.tokens, media)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
-from flowtrain_lightning.packing.policies.member_orders import member_orders
+from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Turn
@@ -99,12 +99,19 @@ def _as_they_meet(of_role: Sequence[Sequence[TimedBatch]], meeting: Meeting) -> 
 
 def _recomputed(plan: StepPlan, members: StepMembers, kept_batches: int) -> dict[str, list[set[int]]]:
     """Role -> the numbers of the batches that each member recomputes in the order that the runtime gives it."""
-    found = {}
-    for role in members.producers:
-        orders = member_orders(plan, members, role, kept_batches)
-        again = [{order.turns[place] for place in order.recomputed} for order in orders]
-        found[role] = [
+    again: dict[str, list[set[Turn]]] = {}
+    if members.in_fixed_order and members.producers_per_rank > 1:
+        turns, _, joint = roles_in_turns(plan, members, members.producers, kept_batches)
+        for role, places in joint.recomputed.items():
+            again[role] = [{turns[role][place] for place in places}] * members.counts[role]
+    else:
+        for role in members.producers:
+            orders = member_orders(plan, members, role, kept_batches)
+            again[role] = [{order.turns[place] for place in order.recomputed} for order in orders]
+    return {
+        role: [
             {number for number, turn in enumerate(own) if turn in turns}
-            for own, turns in zip(plan.turns[role], again, strict=True)
+            for own, turns in zip(plan.turns[role], of_role, strict=True)
         ]
-    return found
+        for role, of_role in again.items()
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain_lightning.allocator import BACKBONE, ROLES, Allocation
+from flowtrain_lightning.allocator import BACKBONE, Allocation
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
@@ -57,8 +57,6 @@ class PlanSimulator:
             return None
 
     def _simulated(self, plan: ModelledPlan) -> ModelledPlan:
-        if set(plan.chosen) != set(ROLES):
-            return plan
         try:
             allocation = plan.allocation(self.problems[BACKBONE].cluster.per_node)
             if why_it_cannot_run(allocation) is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing import IntArray
-from flowtrain_lightning.packing.policies.member_orders import MemberOrder, joint_order, member_orders
+from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
@@ -141,10 +141,8 @@ def _encoding_in_turns(
     if len(shard.encodes) == 1:
         roles = _encoding_roles(plan, shard, entries, kept_batches)
         return tuple(work for role in roles for work in role.works(trains=True)), roles
-    order = trunk_order(plan, shard.members)
-    turns = {role: plan.turns_of(role) for role in shard.encodes}
-    until = {role: tuple(map(order.answered_after, plan.turns_until(role, turns[role]))) for role in shard.encodes}
-    joint, roles = joint_order(turns, kept_batches, until), []
+    turns, until, joint = roles_in_turns(plan, shard.members, shard.encodes, kept_batches)
+    roles = []
     for role in shard.encodes:
         member = shard.own[role]
         own = turns[role] if shard.members.meeting(role).passes else plan.turns[role][member]

@@ -58,6 +58,32 @@ def test_a_plan_and_the_simulation_of_its_file_agree(flowtrain, seed):
     assert predicted == pytest.approx(simulated["step_seconds"], rel=0.05)
 
 
+SEES_AND_HEARS = """
+encoders:
+  image: {layers: 12, hidden: 768, feed_forward: 3072, heads: 12, patch: 16, merge: 2}
+  audio: {layers: 6, hidden: 512, feed_forward: 2048, heads: 8, bins: 80}
+backbone: {layers: 16, hidden: 1024, feed_forward: 4096, heads: 16, key_value_heads: 4, vocabulary: 32000}
+"""
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 24))])
+def test_they_agree_where_several_encoders_take_media_of_their_own(flowtrain, tmp_path, seed):
+    draw = np.random.default_rng(seed)
+    (tmp_path / "model.yaml").write_text(SEES_AND_HEARS)
+    table = {"tokens": draw.integers(50, 800, 300)}
+    for column, most in (("image_tokens", 3), ("audio_tokens", 2)):
+        of_each = [draw.integers(50, 2000, each) for each in draw.integers(0, most, 300)]
+        table |= {column: of_each}
+        table["tokens"] = table["tokens"] + [int(each.sum()) // 4 for each in of_each]
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    frozen = ("--freeze", "encoder") if draw.random() < 0.5 else ()
+    common = ("--model", "model.yaml", "--data", "lengths.parquet", *frozen, "--batch", int(draw.choice([32, 96])))
+    planned = flowtrain("plan", *common, "--devices", int(draw.choice([3, 4, 8])), "--out", "plan.yaml")
+    simulated = flowtrain("simulate", *common, "--plan", "plan.yaml")
+    predicted = planned["plans"][planned["recommended"]]["step_seconds"]
+    assert predicted == pytest.approx(simulated["step_seconds"], rel=0.05)
+
+
 def test_they_agree_where_samples_of_a_step_share_media(flowtrain):
     table = {"tokens": [600] * 200, "image_tokens": [[2048]] * 200, "image_content": [[n // 5] for n in range(200)]}
     parquet.write_table(pyarrow.table(table), "lengths.parquet")

@@ -94,8 +94,8 @@ def test_media_of_two_modalities_are_refused(simulate):
     with pytest.raises(SystemExit) as end:
         simulate("--data", "two.parquet", "--global-batch-size", "8")
     assert str(end.value.code) == (
-        "flowtrain simulate: two.parquet lists media in the columns 'audio_tokens' and 'image_tokens', but a profile "
-        "has one encoder; leave only the column of its media."
+        "flowtrain simulate: two.parquet lists media in the columns 'audio_tokens' and 'image_tokens', but there "
+        "is one encoder; leave only the column of its media."
     )
 
 
@@ -139,12 +139,40 @@ def test_a_mistake_ends_with_a_sentence(arguments, words, simulate):
     assert words in str(end.value.code)
 
 
-def test_a_plan_with_two_encoders_is_refused_since_one_runs(simulate):
-    layouts = dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), Layout())
+TWO_ENCODERS = """
+encoders:
+  image: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, patch: 14}
+  audio: {layers: 1, hidden: 32, feed_forward: 128, heads: 4, bins: 80}
+backbone: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, vocabulary: 1000}
+"""
+
+
+def write_two_encoders():
+    roles = dict.fromkeys(("encoder_image", "encoder_audio", "backbone"), Layout())
     ranks = {"encoder_image": (1,), "encoder_audio": (2,), "backbone": (0,)}
-    write_plan(Allocation("separate", layouts, ranks), Path("two.yaml"), "by hand")
-    with pytest.raises(SystemExit, match="has the roles encoder_image, encoder_audio, backbone, but one encoder"):
-        simulate("--plan", "two.yaml")
+    write_plan(Allocation("separate", roles, ranks), Path("two.yaml"), "by hand")
+    lengths = {"tokens": [20, 30], "audio_tokens": [[5], []], "image_tokens": [[8, 12], [4]]}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "two.parquet")
+    Path("two_encoders.yaml").write_text(TWO_ENCODERS)
+
+
+def test_of_several_encoders_each_encodes_the_media_of_its_own_column(simulate_by):
+    write_two_encoders()
+    given = ("--plan", "two.yaml", "--model", "two_encoders.yaml", "--batch", "2", "--json")
+    shares = json.loads(simulate_by(*given, "--data", "two.parquet"))["shares"]
+    assert all(shares[role]["backward"] > 0 for role in ("encoder_image", "encoder_audio", "backbone"))
+    with pytest.raises(
+        SystemExit, match=r"lengths\.parquet has no column 'audio_tokens' \(its columns: tokens, image_"
+    ):
+        simulate_by(*given)
+
+
+def test_a_plan_with_a_generator_is_refused(simulate):
+    layouts = dict.fromkeys(("encoder", "backbone", "generator"), Layout())
+    ranks = {"encoder": (1,), "backbone": (0,), "generator": (2,)}
+    write_plan(Allocation("separate", layouts, ranks), Path("draws.yaml"), "by hand")
+    with pytest.raises(SystemExit, match="has the roles encoder, backbone, generator, but encoders and the role that"):
+        simulate("--plan", "draws.yaml")
 
 
 TENSOR = Allocation(

@@ -101,6 +101,35 @@ def joint_order(
     return JointOrder(tuple((places[at][2], (kind, places[at][3])) for kind, at in passes), recomputed)
 
 
+class RolesInTurns(NamedTuple):
+    """The order of a plan's roles that are read, on ranks that have several of them.
+
+    Attributes:
+        turns: role -> the turns of all of its members, rising.
+        until: role -> the position of the last microbatches that go forward before the gradients of each turn come.
+        order: of their passes.
+    """
+
+    turns: Mapping[str, tuple[Turn, ...]]
+    until: Mapping[str, tuple[int, ...]]
+    order: JointOrder
+
+
+def roles_in_turns(plan: StepPlan, members: StepMembers, roles: Iterable[str], kept_batches: int) -> RolesInTurns:
+    """See `joint_order`, of a plan.
+
+    Args:
+        plan: who encodes and who reads what.
+        members: of all roles.
+        roles: that a rank encodes for.
+        kept_batches: batches of a rank whose activations may be kept at a time.
+    """
+    trunk = trunk_order(plan, members)
+    turns = {role: plan.turns_of(role) for role in roles}
+    until = {role: tuple(map(trunk.answered_after, plan.turns_until(role, own))) for role, own in turns.items()}
+    return RolesInTurns(turns, until, joint_order(turns, kept_batches, until))
+
+
 def _in_lockstep(turns: tuple[Turn, ...], until: tuple[int, ...], kept_batches: int) -> MemberOrder:
     passes, recomputed = lockstep_order([position for position, _ in turns], max(kept_batches, 1), until)
     return MemberOrder(turns, passes, recomputed if kept_batches else frozenset(range(len(turns))), until)
