@@ -20,7 +20,7 @@ from flowtrain_lightning.models.checked_twin import checked_twin
 from flowtrain_lightning.models.family_traits import token_kinds
 from flowtrain_lightning.models.liger import Kernels, refuse_unknown_kernels, use_kernels
 from flowtrain_lightning.models.own_forward import own_outputs, refuse_seeing_ahead
-from flowtrain_lightning.models.packed_attention import pack_attention, sequence_bounds
+from flowtrain_lightning.models.packed_attention import pack_attention, refuse_attention_dropout, sequence_bounds
 from flowtrain_lightning.models.packed_scans import refuse_sharing
 from flowtrain_lightning.models.processor import copy_processor
 from flowtrain_lightning.models.published_config import (
@@ -162,7 +162,7 @@ class HuggingFaceVLM(ReadingModule):
     # ---- what it reads ------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Refuses data that write images by another token than the model looks for, and weights that do not fit.
+        """Refuses data that write images by another token than the model looks for, and settings that do not fit.
 
         Raises:
             ValueError: says what does not fit.
@@ -172,6 +172,8 @@ class HuggingFaceVLM(ReadingModule):
                 f"frozen_in_bf16 keeps weights in bfloat16, but Trainer(precision={self.trainer.precision!r}) computes "
                 f"with them as they are. Set precision={PRECISION!r}, or leave frozen_in_bf16 away."
             )
+        if stage == "fit":
+            refuse_attention_dropout(read_config(self.hparams["model"]).get_text_config())
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, FlowDataModule):
             return

@@ -62,6 +62,22 @@ def own_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(NAME)
 
 
+def refuse_attention_dropout(decoder: Any) -> None:
+    """Refuses a decoder that drops scores while it trains, before its first step.
+
+    Args:
+        decoder: its config.
+
+    Raises:
+        ValueError: says what to set.
+    """
+    if rate := getattr(decoder, "attention_dropout", 0.0):
+        raise ValueError(
+            f"The model's config has attention_dropout={rate}, which packed attention does not have. Set "
+            "text_config.attention_dropout to 0, or take a model without."
+        )
+
+
 def sequence_bounds(batch: PackedBatch) -> dict[str, Tensor | int]:
     """Bounds of a microbatch's sequences, as keyword arguments of a Hugging Face model's forward."""
     return {

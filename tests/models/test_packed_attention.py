@@ -9,12 +9,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import flowtrain_lightning as flow
 from flowtrain_lightning.data import LoadedMedia
 from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.models import pack_attention
 
 transformers = pytest.importorskip("transformers")
+from tests.exactness.layouts import trainer_for  # noqa: E402
 from tests.models.tiny import FAMILIES  # noqa: E402
+from tests.tiny import tiny_data, write_records  # noqa: E402
 
 LENGTH = 32
 
@@ -82,6 +85,15 @@ def test_what_packed_attention_does_not_compute_is_refused(changes, arguments, w
     pack_attention(model)
     with pytest.raises(ValueError, match=words):
         attention_work(model.train(), 2, **arguments)
+
+
+def test_a_run_that_would_drop_scores_is_refused_before_its_first_step(tmp_path):
+    write_records(tmp_path, 2)
+    config = FAMILIES["qwen2_vl"].config
+    dropping = {**config, "text_config": {**config["text_config"], "attention_dropout": 0.1}}
+    data = tiny_data(tmp_path, global_batch_size=2)
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1, which packed attention does not have"):
+        trainer_for("auto", max_steps=1).fit(flow.models.QwenVLM(dropping), datamodule=data)
 
 
 def test_a_model_that_chooses_its_attention_itself_is_refused():
