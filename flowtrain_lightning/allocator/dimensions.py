@@ -85,6 +85,7 @@ def audio_encoder(
     output: int,
     pool: int = 2,
     positions: int = 0,
+    window: int | None = None,
 ) -> Half:
     """An audio transformer of Whisper's form with its projector. Its tokens are the frames after the convolutions.
 
@@ -97,11 +98,12 @@ def audio_encoder(
         output: width of the features, which is the backbone's.
         pool: tokens that become one row of features.
         positions: entries of the table of position embeddings, which never trains.
+        window: tokens that attend to each other; None is all of a clip.
     """
     parts: list[Part] = [Dense(3 * bins, hidden, 2.0), Dense(3 * hidden, hidden)]
     parts += [Embedding(positions, hidden, trainable=False)] if positions else []
-    parts += [Layers(layers, hidden, feed_forward, heads, heads, hidden // heads), Dense(hidden, output, 1 / pool)]
-    return Half(tuple(parts), perceptrons_only=True)
+    parts += [Layers(layers, hidden, feed_forward, heads, heads, hidden // heads, window=window)]
+    return Half((*parts, Dense(hidden, output, 1 / pool)), perceptrons_only=True)
 
 
 def backbone(

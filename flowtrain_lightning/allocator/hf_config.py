@@ -53,6 +53,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
     "clip_vision_model": {"image_size": 224, "patch_size": 32},
+    "qwen2_5_omni_audio_encoder": {
+        "encoder_layers": 32,
+        "d_model": 1280,
+        "encoder_ffn_dim": 5120,
+        "encoder_attention_heads": 20,
+        "num_mel_bins": 128,
+        "n_window": 100,
+    },
 }
 """Entries that a published config may leave out: transformers' defaults of that ``model_type``."""
 
@@ -67,6 +75,7 @@ def describe_config(config: Config, name: str | None = None) -> ModuleDescriptio
     Raises:
         PlanningError: the ``model_type`` is not known, or a field is missing or no number above 0.
     """
+    config = config.get("thinker_config") or config  # of an omni model, what hears and sees; no voice
     kind = str(config.get("model_type"))
     if kind not in _FAMILIES and not _reads_text_alone(config):
         raise PlanningError(
@@ -253,18 +262,26 @@ def _side(vision: Config, name: str) -> int:
 
 
 def _qwen2_audio(config: Config) -> dict[str, Half]:
-    audio = _field(config, "audio_config")
-    return {
-        "audio": audio_encoder(
-            layers=_field(audio, "encoder_layers"),
-            hidden=_field(audio, "d_model"),
-            feed_forward=_field(audio, "encoder_ffn_dim"),
-            heads=_field(audio, "encoder_attention_heads"),
-            bins=_field(audio, "num_mel_bins"),
-            positions=_field(audio, "max_source_positions"),
-            output=_field(_text(config), "hidden_size"),
-        )
-    }
+    audio, output = _field(config, "audio_config"), _field(_text(config), "hidden_size")
+    return {"audio": _whisper(audio, output, positions=_field(audio, "max_source_positions"))}
+
+
+def _qwen2_5_omni_thinker(config: Config) -> dict[str, Half]:
+    audio = {"model_type": "qwen2_5_omni_audio_encoder", **_field(config, "audio_config")}
+    heard = _whisper(audio, _field(_text(config), "hidden_size"), window=_field(audio, "n_window"))
+    return {**_qwen2_5_vl(config), "audio": heard}
+
+
+def _whisper(audio: Config, output: int, **more: Any) -> Half:
+    return audio_encoder(
+        layers=_field(audio, "encoder_layers"),
+        hidden=_field(audio, "d_model"),
+        feed_forward=_field(audio, "encoder_ffn_dim"),
+        heads=_field(audio, "encoder_attention_heads"),
+        bins=_field(audio, "num_mel_bins"),
+        output=output,
+        **more,
+    )
 
 
 _FAMILIES: dict[str, Callable[[Config], dict[str, Half]]] = {
@@ -279,6 +296,7 @@ _FAMILIES: dict[str, Callable[[Config], dict[str, Half]]] = {
     "idefics3": _smolvlm,
     "gemma3": _gemma3,
     "qwen2_audio": _qwen2_audio,
+    "qwen2_5_omni_thinker": _qwen2_5_omni_thinker,
 }
 
 READ = frozenset(_FAMILIES)

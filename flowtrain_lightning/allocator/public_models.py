@@ -55,6 +55,12 @@ def _qwen2_5_vl(output: int, feed_forward: int) -> dict[str, Any]:
     return {"hidden_size": 1280, "intermediate_size": feed_forward, "out_hidden_size": output}
 
 
+def _omni(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """The thinker, which hears and sees; the talker is not of it."""
+    audio = {"output_dim": text["hidden_size"]}
+    return {"model_type": "qwen2_5_omni_thinker", "text_config": text, "vision_config": vision, "audio_config": audio}
+
+
 def _qwen3_vl(layers: int, hidden: int, feed_forward: int, output: int, levels: list[int]) -> dict[str, Any]:
     return {
         "depth": layers,
@@ -195,6 +201,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "num_mel_bins": 128, "max_source_positions": 1500,
         },
     },
+    "qwen2.5-omni-3b": _omni(_text("qwen2_5_omni_text", 36, 2048, 11008, 16, 2, 151936), _qwen2_5_vl(2048, 3420)),
+    "qwen2.5-omni-7b": _omni(_text("qwen2_5_omni_text", 28, 3584, 18944, 28, 4, 152064), _qwen2_5_vl(3584, 3420)),
 }
 """Name -> its dimensions, in the words of Hugging Face."""
 # fmt: on

@@ -33,6 +33,12 @@ _WITHOUT_A_READER = (
 )
 """Families that ``flowtrain check`` certifies, and whose configs the allocator reads by no reader of its own."""
 
+_WITH_AUDIO = {
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+}
+"""Type of a model that hears -> its class."""
+
 _QUICK = ("smolvlm2-500m",)
 
 
@@ -43,13 +49,17 @@ def weights_of(name: str) -> dict[str, int]:
     if CONFIGS[name]["model_type"] == "internvl":
         given["tie_word_embeddings"] = given["text_config"].get("tie_word_embeddings", False)
     config = transformers.CONFIG_MAPPING[CONFIGS[name]["model_type"]](**given)
-    if config.model_type != "qwen2_audio":
+    if config.model_type not in _WITH_AUDIO:
         return counted(config)
     with torch.device("meta"):
-        model = transformers.Qwen2AudioForConditionalGeneration(config)
-    sizes = {path: weight.numel() for path, weight in model.named_parameters()}
-    encoder = sum(size for path, size in sizes.items() if "audio_tower" in path or "projector" in path)
-    return {"encoder": encoder, "backbone": sum(sizes.values()) - encoder}
+        model = getattr(transformers, _WITH_AUDIO[config.model_type])(config)
+    names = [role.removeprefix("encoder") for role in named_model(name).roles if role != "backbone"]
+    sizes = dict.fromkeys([f"encoder{each}" for each in names] + ["backbone"], 0)
+    for path, weight in model.named_parameters():
+        heard, seen = "audio_tower" in path or "projector" in path, "visual" in path
+        of = ("_audio" if "_audio" in names else "") if heard else "_image"
+        sizes[f"encoder{of}" if heard or seen else "backbone"] += weight.numel()
+    return sizes
 
 
 @pytest.mark.parametrize(
