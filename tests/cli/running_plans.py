@@ -8,12 +8,15 @@ import lightning as L
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.hearing import memory_data, module_of
 from tests.exactness.modules import Divided
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
 
 
-def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int, divides: bool = False) -> None:
+def train_on_plans(
+    folder: Path, *, data: str, plans: list[str], ranks: int, divides: bool = False, hears: bool = False
+) -> None:
     """Writes down on which allocation each plan has trained, and for how many steps.
 
     Args:
@@ -22,8 +25,11 @@ def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int, div
         plans: files.
         ranks: of the run.
         divides: the module has layers that tensor ranks divide, and sequences that context ranks share.
+        hears: it has an encoder of audio beside that of images.
     """
-    kind = Divided if divides else TinyVLM
+    kind: type[TinyVLM] = Divided if divides else TinyVLM
+    if hears:
+        kind = module_of(divided=divides)
     trained = {}
     for plan in plans:
         strategy = flow.FlowTrainStrategy(allocation=plan)
@@ -38,7 +44,7 @@ def train_on_plans(folder: Path, *, data: str, plans: list[str], ranks: int, div
             enable_model_summary=False,
             default_root_dir=folder / Path(plan).stem,
         )
-        trainer.fit(kind(), datamodule=tiny_data(Path(data)))
+        trainer.fit(kind(), datamodule=memory_data() if hears else tiny_data(Path(data)))
         trained[plan] = {"allocation": strategy.allocation.state_dict(), "steps": trainer.global_step}
     write_down(folder, trained)
     disconnect_groups()

@@ -110,11 +110,41 @@ def test_a_file_in_which_deepspeed_shards_the_roles_trains(tmp_path):
     train([tmp_path / "deepspeed-plan.yaml"], tmp_path, imports="deepspeed")
 
 
-def train(paths, tmp_path, *, divides=False, imports=None):
+IN_TWO = """
+encoders:
+  image: {layers: 24, hidden: 1152, feed_forward: 4608, heads: 18, patch: 16, merge: 2}
+  audio: {layers: 24, hidden: 640, feed_forward: 2560, heads: 10, bins: 80}
+backbone: {layers: 32, hidden: 4096, feed_forward: 11008, heads: 32, key_value_heads: 2, vocabulary: 32000}
+"""
+"""Its heads are divided among two ranks at most."""
+
+OMNI = {
+    "whole": ("--model", "qwen2.5-omni-3b", "--device", "b300", "--whole-copies"),
+    "shared": ("--model", "qwen2.5-omni-7b", "--device", "h200"),
+    "frozen": ("--model", "qwen2.5-omni-7b", "--device", "h100", "--freeze", "tower"),
+    "few": ("--model", "in_two.yaml", "--device", "h200", "--batch", "2"),
+}
+"""Of models with an encoder of images and one of audio."""
+
+
+@pytest.mark.full
+def test_plans_of_models_that_see_and_hear_train(tmp_path):
+    (tmp_path / "in_two.yaml").write_text(IN_TWO)
+    write_plans(tmp_path, OMNI)
+    paths = {name: tmp_path / f"{name}-plan.yaml" for name in OMNI}
+    layouts = {name: read_plan(path).layouts for name, path in paths.items()}
+    assert all(set(each) == {"encoder_image", "encoder_audio", "backbone"} for each in layouts.values())
+    assert layouts["whole"]["backbone"].is_whole_copies
+    assert layouts["shared"]["backbone"].shard == "fsdp"
+    assert {layout.tensor for layout in layouts["few"].values()} == {2}
+    train(list(paths.values()), tmp_path, divides=True, hears=True)
+
+
+def train(paths, tmp_path, *, divides=False, hears=False, imports=None):
     """Trains on every plan, and compares on what each rank says it has trained."""
     write_records(tmp_path, 24)
     plans = [str(path) for path in paths]
-    arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides}
+    arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides, "hears": hears}
     job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, imports=imports)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):
