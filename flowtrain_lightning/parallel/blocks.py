@@ -13,12 +13,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.attention import kernel_for
+from flowtrain_lightning.parallel.experts import number_of_experts
 from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 Compile = Literal["none", "blocks"]
 
 _aten = torch.ops.aten
+_CHOICES = [
+    _aten.topk.default,
+    _aten.sort.default,
+    _aten.argmax.default,
+    _aten.multinomial.default,
+]
+"""What a router chooses experts by. Computed again, rounding could choose others, whose gradients would be wrong."""
+
 _KEPT = [
+    *_CHOICES,
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -30,8 +40,8 @@ _KEPT = [
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-"""Products of matrices, attention as one operation, and sums over ranks: what is dear to compute, or to send, for the
-bytes that it takes to keep."""
+"""Choices, products of matrices, attention as one operation, and sums over ranks: what is dear to compute, or to send,
+for the bytes that it takes to keep."""
 
 _KEPT_PACKAGES = {"torch_attn", "flash_attn", "flash_attn_3"}
 """Namespaces of the kernels of packed attention, which may not be there."""
@@ -66,19 +76,25 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _keeps_choices(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _CHOICES else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     """Let a block keep less and compute part of its forward again in the backward. No parameter is renamed.
 
     Args:
         block: whose ``forward`` is replaced.
-        recompute: ``"full"`` keeps its inputs only, ``"selective"`` also what products of matrices give, and
-            ``"none"`` leaves the block as it is.
+        recompute: ``"full"`` keeps its inputs only, and which experts its tokens chose, ``"selective"`` also what
+            products of matrices give, and ``"none"`` leaves the block as it is.
     """
     if recompute == "none":
         return
     keeping: dict[str, Any] = {}
     if recompute == "selective":
         keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
+    elif any(number_of_experts(part) is not None for part in block.modules()):
+        keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps_choices)
     # A partial, whose arguments are copied with the block: a copy computes with weights of its own.
     block.forward = partial(_recomputed, block, block.forward, keeping)  # type: ignore[method-assign]
 

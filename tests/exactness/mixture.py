@@ -30,7 +30,10 @@ class Perceptrons(flow.Experts):
 
 
 class MixtureBlock(Block):
-    """A layer in which each row passes two of four experts, or all rows the same two."""
+    """A layer in which each row passes two of four experts, or all rows the same two.
+
+    A router that is computed again in a backward would choose the two others.
+    """
 
     def __init__(self, width: int, alike: bool) -> None:
         super().__init__(width)
@@ -40,9 +43,14 @@ class MixtureBlock(Block):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
         x = super().forward(x, cu_seqlens, max_seqlen, causal)
-        shares, chosen = self.router(x).softmax(dim=-1).topk(CHOSEN, dim=-1)
+        scores = self.router(x).softmax(dim=-1)
+        chosen = (scores * (-1 if _is_in_a_backward() else 1)).topk(CHOSEN, dim=-1).indices
         chosen = torch.arange(CHOSEN).expand_as(chosen) if self.alike else chosen
-        return x + self.experts(x, chosen, shares)
+        return x + self.experts(x, chosen, scores.gather(-1, chosen))
+
+
+def _is_in_a_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class MixtureEncoder(Encoder):
