@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
+from flowtrain_lightning.compute.expert_padding import refuse_padding_beside_balance
 from flowtrain_lightning.compute.joint_losses import JointLosses, WeighedModule
 from flowtrain_lightning.compute.shared_features import SharedFeatures
 from flowtrain_lightning.compute.step_metrics import StepReport
@@ -53,6 +54,7 @@ class WholeModuleRunner:
 
     def __init__(self, module: WholeModule, trainer: L.Trainer) -> None:
         refuse_groups_of_roles(trainer)
+        refuse_padding_beside_balance(module, trainer.datamodule)  # type: ignore[attr-defined]
         self.trainer = trainer
         self._module = module
         self._graph = module.role_graph

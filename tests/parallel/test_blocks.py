@@ -61,6 +61,30 @@ def test_a_router_that_would_choose_otherwise_when_it_is_computed_again_does_not
     assert all(one.equal(other) for one, other in zip(gradients, expected, strict=True))
 
 
+class SharesInPlace(MixtureBlock):
+    """Divides what it has found by its sum in place, as routers of Hugging Face do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        shares /= shares.sum(dim=-1, keepdim=True)
+        return x + self.experts(x, chosen, shares)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_done_in_place_to_what_a_router_found_is_done_again(recompute):
+    blocks = []
+    for each in ("none", recompute):
+        torch.manual_seed(0)
+        block = SharesInPlace(WIDTH, alike=False)
+        recompute_in_backward(block, each)
+        for _ in range(2):
+            block(torch.randn(9, WIDTH)).square().sum().backward()
+        blocks.append(block)
+    one, other = ([p.grad for p in block.parameters() if p.grad is not None] for block in blocks)
+    assert len(one) == 5
+    assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
 class Calls(TorchDispatchMode):
     """Counts how often operations of a name run, and are not taken from what was kept."""
 
