@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from benchmarks.measure import Meter
 from benchmarks.precedence import Precedence
 from benchmarks.schedules import EncoderFirst
 from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PoolSettings
-from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator import BACKBONE, Allocation
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.parallel import TensorPlan
+from flowtrain_lightning.parallel.experts import Experts, grouped_product
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 WIDTH = 64
@@ -81,12 +83,35 @@ class _SleepingBackbone(torch.autograd.Function):
         return gradients[0].sum().reshape(ctx.weight.shape), answer, None, None, None
 
 
-class Backbone(nn.Module):
-    """A backbone that sleeps; it has one weight."""
+class OneNumberExperts(Experts):
+    """Experts of one number each: what they compute is in the cost, and rows are traded for them all the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.weight = nn.Parameter(torch.ones(count, 1, 1))
+
+    def compute(self, rows: Tensor, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        """``[rows, 1]``."""
+        return grouped_product(rows, weights["weight"], ends)
+
+    def trade(self) -> Tensor:
+        """Lets a row pass every expert; 0, with a graph."""
+        count = len(self.weight)
+        rows: Tensor = self(torch.ones(count, 1), torch.arange(count)[:, None], torch.ones(count, 1))
+        return 0 * rows.sum()
+
+
+class Backbone(nn.Module):
+    """A backbone that sleeps; it has one weight, and experts where ranks share them.
+
+    Args:
+        experts: 0 where ranks share none.
+    """
+
+    def __init__(self, experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, 1))
+        self.experts = OneNumberExperts(experts) if experts else None
 
     def forward(self, rows: Tensor, expected: Tensor, answers: Tensor, spell: Spell) -> Tensor:
         """Check the rows, and spend the time of a microbatch; ``[own tokens]`` ones.
@@ -98,11 +123,17 @@ class Backbone(nn.Module):
             spell: of the microbatch.
         """
         ones: Tensor = _SleepingBackbone.apply(self.weight, rows, expected, answers, spell)  # type: ignore[no-untyped-call]
-        return ones
+        return ones if self.experts is None else ones + self.experts.trade()
 
 
 class LaidOutVLM(SleepingVLM):
-    """A vision-language model that sleeps, in any layout: layers are whole on tensor ranks, sequences can be sliced."""
+    """A vision-language model that sleeps, in any layout: layers are whole on tensor ranks, sequences can be sliced.
+
+    Attributes:
+        experts: of the backbone; 0 where ranks share none.
+    """
+
+    experts = 0
 
     def configure_encoder(self) -> None:
         """One weight, which may be frozen."""
@@ -111,7 +142,7 @@ class LaidOutVLM(SleepingVLM):
 
     def configure_backbone(self) -> None:
         """One weight."""
-        self.backbone = Backbone()
+        self.backbone = Backbone(self.experts)
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
         """Nothing is divided: what that would save is in the cost."""
@@ -152,6 +183,8 @@ def train(job: LaidOutJob) -> None:
         module = EncoderFirstLaidOut(*arguments, done=job.folder / "encoded")
     else:
         module = LaidOutVLM(*arguments)
+    backbone = job.allocation.layouts[BACKBONE]
+    module.experts = backbone.data if backbone.expert > 1 else 0
     trainer = L.Trainer(
         accelerator="cpu",
         devices=job.allocation.size,

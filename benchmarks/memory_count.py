@@ -37,6 +37,7 @@ from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.expert_parallel import experts_of
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
@@ -180,7 +181,8 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
             module.configure_model()
         blocks = [block for path in module.halves[role] for block in repeated_blocks(module.get_submodule(path))]
         for block in blocks:
-            block.forward = partial(_touch, block)
+            for part in (block, *experts_of([block])):  # experts gather what is theirs
+                part.forward = partial(_touch, part)
         inside = {id(weight) for block in blocks for weight in block.parameters()}
         half = {id(weight) for weight in half_parameters(module, role)}
         named = [(name, id(one)) for name, one in module.named_parameters(remove_duplicate=False) if id(one) in half]
@@ -374,7 +376,11 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _touch(block: nn.Module, rows: Tensor) -> Tensor:
     """Uses every weight of the block once, as its hooks have left it, and keeps nothing of it."""
-    return rows + _sums(block.parameters())
+    within = [part for part in experts_of([block]) if part is not block]
+    for part in within:
+        rows = part(rows)
+    divided = {id(weight) for part in within for weight in part.parameters()}
+    return rows + _sums(weight for weight in block.parameters() if id(weight) not in divided)
 
 
 def _sums(weights: Iterable[Tensor]) -> Tensor:

@@ -125,7 +125,9 @@ def results_text(results: Mapping[str, Any]) -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=[name for name in CONFIGS if "qwen2" in name])
+    parser.add_argument(
+        "--models", nargs="+", default=MODELS, choices=[name for name in CONFIGS if name.startswith("qwen")]
+    )
     parser.add_argument("--devices", nargs="+", type=int, default=DEVICES, help="numbers of H100, 8 a node")
     parser.add_argument("--batch", type=int, help="samples of a step (default: 4 a device, at least 256)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
@@ -166,7 +168,7 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
     """What a rank of a role holds by the planner, and by counting, for the same largest batch.
 
     Args:
-        name: of a public Qwen2-VL or Qwen2.5-VL.
+        name: of a public Qwen-VL.
         problem: the role.
         candidate: its layout.
     """
@@ -193,7 +195,7 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         _module(name),
         problem.role,
         full_microbatch(items),
-        full_media(items),
+        full_media(items, CONFIGS[name]["vision_config"]["patch_size"]),
         sharded=sharded,
         recompute=candidate.recompute,
         tensor=candidate.layout.tensor,
@@ -227,12 +229,12 @@ def full_microbatch(samples: int) -> PackedBatch:
     )
 
 
-def full_media(images: int) -> PackedMedia:
-    """Images of 1,024 patches of 14 x 14 pixels, without the pixels."""
+def full_media(images: int, patch: int = 14) -> PackedMedia:
+    """Images of 1,024 patches of so many pixels a side, without the pixels."""
     patches = _SIDE**2
     return PackedMedia(
         modality="image",
-        pixels=torch.empty(images * patches, 3 * 14 * 14, device="meta"),
+        pixels=torch.empty(images * patches, 3 * patch**2, device="meta"),
         cu_seqlens=torch.arange(images + 1, dtype=torch.int32) * patches,
         grid=torch.full((images, 2), _SIDE),
         max_seqlen=patches,

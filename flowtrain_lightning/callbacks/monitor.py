@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,9 @@ from flowtrain_lightning.placement.probes import load_probes
 from flowtrain_lightning.placement.profile import ProfileError
 from flowtrain_lightning.runtime.runner import RoleRunner
 
+_EXPERT = re.compile(r"(?P<role>experts/.+) \d+ (?P<expert>expert \d+)")
+"""What a rank tells of one expert, see `RankMetrics`."""
+
 
 class FlowMonitor(L.Callback):
     """Sends metrics of all ranks to the Trainer's loggers, in groups, which Weights & Biases shows as sections.
@@ -31,9 +35,10 @@ class FlowMonitor(L.Callback):
     ``throughput/``, ``packing/`` and ``mfu/`` are of all ranks together, and there under plain Lightning too; see
     `flowtrain_lightning.metrics`. ``time/`` has for every lane the shares of compute, stall and communication in its
     time; ``pool/`` for every rank what its part of the pool does; ``memory/`` the most bytes that it has had;
-    ``experts/``, where ranks share a mixture's, the rows that those of a rank compute, the fullest expert's over the
-    mean of its layer there, and the fullest rank's over the mean. No rank waits for another one to tell its metrics:
-    those of encoder ranks may be of some steps before.
+    ``experts/`` how often tokens of all ranks chose each expert of a mixture, over the mean, in all layers (not where
+    layers are compiled); and where ranks share them, the rows that those of a rank compute, those dropped (none), the
+    fullest expert's over the mean of its layer there, and the fullest rank's over the mean. No rank waits for another
+    one to tell its metrics: those of encoder ranks may be of some steps before.
 
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
@@ -91,8 +96,8 @@ class FlowMonitor(L.Callback):
         runner: RoleRunner | None = getattr(trainer.strategy, "runner", None)
         told = [] if runner is None else [note["metrics"] for note in runner.report.notes if "metrics" in note]
         for of_rank in told:
-            found |= of_rank
-        found |= _fullest_ranks(found)
+            found |= {name: value for name, value in of_rank.items() if not _EXPERT.fullmatch(name)}
+        found |= _fullest_ranks(found) | _fullness_of_experts(told)
         for metric in self._metrics.values():
             metric.reset()
         for logger in trainer.loggers:
@@ -113,6 +118,20 @@ def _fullest_ranks(found: Mapping[str, float]) -> dict[str, float]:
         if name.startswith("experts/") and name.endswith(" rows"):
             of_roles.setdefault(name.rsplit(" ", 2)[0], []).append(value)
     return {f"{role} fullest rank": max(rows) * len(rows) / max(sum(rows), 1) for role, rows in of_roles.items()}
+
+
+def _fullness_of_experts(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """By role and expert how often tokens of all ranks chose it, over the mean of all experts of the role."""
+    chosen: dict[str, dict[str, float]] = {}
+    for name, value in (item for of_rank in told for item in of_rank.items()):
+        if (found := _EXPERT.fullmatch(name)) is not None:
+            of_role = chosen.setdefault(found["role"], {})
+            of_role[found["expert"]] = of_role.get(found["expert"], 0.0) + value
+    return {
+        f"{role} {expert}": value * len(experts) / max(sum(experts.values()), 1)
+        for role, experts in chosen.items()
+        for expert, value in experts.items()
+    }
 
 
 def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:

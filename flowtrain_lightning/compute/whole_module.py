@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
+from flowtrain_lightning.compute.expert_padding import refuse_padding_beside_balance
 from flowtrain_lightning.compute.joint_losses import JointLosses, WeighedModule
 from flowtrain_lightning.compute.shared_features import SharedFeatures
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import Features, PackedTargets, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
+from flowtrain_lightning.parallel.expert_counts import balance_experts, counting_choices
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
 from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
 from flowtrain_lightning.parallel.sealed_messages import gather_over
@@ -27,6 +29,9 @@ class WholeModule(UserMethods, WeighedModule, Protocol):
     """The methods of a module that a runner of both halves calls; `FlowModule` has them."""
 
     def zero_grad(self, set_to_none: bool = ...) -> None:
+        """As of `torch.nn.Module`."""
+
+    def modules(self) -> Iterator[nn.Module]:
         """As of `torch.nn.Module`."""
 
     def log_report(self, stage: str, report: StepReport) -> Tensor:
@@ -49,6 +54,7 @@ class WholeModuleRunner:
 
     def __init__(self, module: WholeModule, trainer: L.Trainer) -> None:
         refuse_groups_of_roles(trainer)
+        refuse_padding_beside_balance(module, trainer.datamodule)  # type: ignore[attr-defined]
         self.trainer = trainer
         self._module = module
         self._graph = module.role_graph
@@ -70,7 +76,9 @@ class WholeModuleRunner:
         shared = self._shared_features(batch)
         with own_streams():
             for number in range(len(batch.microbatches)):
-                seeded = [each for each in self._losses_of(batch, number, "train", shared) if each.loss.requires_grad]
+                with counting_choices(True):
+                    losses_of = self._losses_of(batch, number, "train", shared)
+                seeded = [each for each in losses_of if each.loss.requires_grad]
                 if seeded:
                     losses = tuple(each.loss for each in seeded)
                     seeds = tuple(torch.full_like(each.loss, each.seed) for each in seeded)
@@ -81,6 +89,7 @@ class WholeModuleRunner:
         self._losses.refuse_other_counts(batch.plan, report, self._compute.patch_dims)
         for engine in self._engines.values():
             engine.finish_gradients(self._losses.scale(report))
+        balance_experts(self._module.modules(), self._sum)
         return self._module.log_report("train", report)
 
     def evaluation_step(self, batch: StepBatch, batch_idx: int, stage: str) -> Tensor:
@@ -165,6 +174,10 @@ class WholeModuleRunner:
     def _stream(self, number: int) -> int:
         """The random stream of this rank's microbatch or encoder batch of that number."""
         return number * self.trainer.world_size + self.trainer.global_rank
+
+    def _sum(self, counts: Tensor) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(counts)
 
     def _agree(self, stage: str) -> StepReport:
         self._compute.end_step()

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.attention import kernel_for
+from flowtrain_lightning.parallel.experts import number_of_experts
+from flowtrain_lightning.parallel.kept_choices import CHOICES, Contexts, keeping_choices
 from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 Compile = Literal["none", "blocks"]
@@ -66,29 +68,47 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _keeps_choices(
+    keep: Callable[..., CheckpointPolicy] | None, context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """What a compiled layer with experts keeps; ``keep`` says what it would keep without them."""
+    if operation in CHOICES:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE if keep is None else keep(context, operation, *args, **kwargs)
+
+
 def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     """Let a block keep less and compute part of its forward again in the backward. No parameter is renamed.
 
     Args:
         block: whose ``forward`` is replaced.
-        recompute: ``"full"`` keeps its inputs only, ``"selective"`` also what products of matrices give, and
-            ``"none"`` leaves the block as it is.
+        recompute: ``"full"`` keeps its inputs only, and which experts its tokens chose, ``"selective"`` also what
+            products of matrices give, and ``"none"`` leaves the block as it is.
     """
     if recompute == "none":
         return
-    keeping: dict[str, Any] = {}
-    if recompute == "selective":
-        keeping["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
+    keep = _keeps if recompute == "selective" else None
+    eager = compiled = None if keep is None else partial(create_selective_checkpoint_contexts, keep)
+    if any(number_of_experts(part) is not None for part in block.modules()):
+        eager = partial(keeping_choices, eager)
+        compiled = partial(create_selective_checkpoint_contexts, partial(_keeps_choices, keep))
     # A partial, whose arguments are copied with the block: a copy computes with weights of its own.
-    block.forward = partial(_recomputed, block, block.forward, keeping)  # type: ignore[method-assign]
+    block.forward = partial(_recomputed, block, block.forward, eager, compiled)  # type: ignore[method-assign]
 
 
 def _recomputed(
-    block: nn.Module, forward: Callable[..., Any], keeping: dict[str, Any], *args: Any, **kwargs: Any
+    block: nn.Module,
+    forward: Callable[..., Any],
+    eager: Callable[[], Contexts] | None,
+    compiled: Callable[[], Contexts] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     again = for_recomputing(block, forward)
+    contexts = compiled if torch.compiler.is_compiling() else eager
+    keeping: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     return checkpoint(again, *args, use_reentrant=False, **keeping, **kwargs)
 
 

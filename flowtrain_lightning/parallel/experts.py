@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flowtrain_lightning.parallel.expert_counts import COUNTS, ExpertBalance, ExpertCounts, is_balanced
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.trading import traded
 
@@ -42,15 +43,43 @@ class Experts(nn.Module):
                 wide = grouped_product(rows, weights["widen"], ends)  # flowtrain_lightning.parallel.experts
                 return grouped_product(wide.relu(), weights["narrow"], ends)
 
-    A layer calls it with its tokens and what its router chose: ``self.experts(hidden, chosen, shares)``.
+    A layer calls it with its tokens and what its router chose: ``self.experts(hidden, chosen, shares)``. To keep
+    experts equally full without a loss, let `choose` choose.
 
     Args:
         count: experts.
+        balance: by how much the bias of an expert changes at the end of every step, by which `choose` prefers those
+            that fewer tokens chose (DeepSeek-V3, arXiv 2412.19437, takes 0.001); 0 is no bias.
+
+    Raises:
+        ValueError: ``balance`` is below 0.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, balance: float = 0.0) -> None:
         super().__init__()
+        if balance < 0:
+            raise ValueError(f"balance is {balance}; it must be 0 or more, such as 0.001.")
         mark_experts(self, count)
+        self.balance = ExpertBalance(count, balance) if balance > 0 else None
+
+    def choose(self, scores: Tensor, each: int) -> Tensor:
+        """Chooses the experts with the highest scores, to which a bias of each is added where ``balance`` is above 0.
+
+        The bias decides who is chosen, and nothing else: experts count what the scores alone say, and a gradient does
+        not pass it::
+
+            chosen = self.experts.choose(scores, 2)
+            self.experts(hidden, chosen, scores.gather(-1, chosen))
+
+        Args:
+            scores: ``[tokens, count]``.
+            each: experts of a token.
+
+        Returns:
+            ``[tokens, each]`` int64.
+        """
+        biased = scores.detach() if self.balance is None else self.balance(scores)
+        return biased.topk(each, dim=-1).indices
 
     def compute(self, rows: Tensor, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
         """The results of this rank's experts, row by row. It does the same whatever rows there are, if there are none.
@@ -80,12 +109,19 @@ def mark_experts(module: nn.Module, count: int) -> None:
         count: experts.
     """
     setattr(module, _COUNT, count)
+    setattr(module, COUNTS, ExpertCounts())
 
 
 def number_of_experts(module: nn.Module) -> int | None:
     """The experts of a module that was marked, on all ranks together; None of other modules."""
     count: int | None = getattr(module, _COUNT, None)
     return count
+
+
+def counts_of(module: nn.Module) -> ExpertCounts:
+    """The counts of the tokens that chose each expert of a module that was marked."""
+    counts: ExpertCounts = getattr(module, COUNTS)
+    return counts
 
 
 def exchange_of(module: nn.Module) -> ExpertExchange | None:
@@ -128,6 +164,8 @@ def compute_chosen(
         hidden, shares = (each if each.requires_grad else each.detach().requires_grad_() for each in (hidden, shares))
     by_expert, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(count, device=chosen.device), right=True, out_int32=True)
+    if exchange is not None or is_balanced(module) or not torch.compiler.is_compiling():  # whose graph it breaks
+        counts_of(module).note(ends)
     # Each row is picked once, so that backwards add nothing up in an order of their own.
     rows = hidden.to(dtype or hidden.dtype).repeat_interleave(each, dim=0).index_select(0, order)
     results: Tensor = compute(rows, ends) if exchange is None else exchange(rows, ends, compute)
@@ -177,6 +215,7 @@ class ExpertExchange:
         self._group = group
         self._ranks = dist.get_world_size(group)
         self._rows: Tensor | None = None
+        self._dropped = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: a copy of a module, such as one whose FLOPs are counted, is one rank's alone."""
@@ -185,6 +224,11 @@ class ExpertExchange:
         """The rows that each expert of this rank has computed in training since the last call; recomputed ones too."""
         rows, self._rows = self._rows, None
         return [] if rows is None else rows.tolist()
+
+    def take_dropped(self) -> int:
+        """The rows of this rank that came back from no expert since the last call."""
+        dropped, self._dropped = self._dropped, 0
+        return dropped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, rows: Tensor, ends: Tensor, compute: Compute) -> Tensor:
@@ -209,4 +253,6 @@ class ExpertExchange:
         if torch.is_grad_enabled():
             self._rows = of_experts if self._rows is None else self._rows + of_experts
         results = compute(came.index_select(0, order), of_experts.cumsum(dim=0).int())
-        return traded(results.index_select(0, order.argsort()), received, sent, self._group)
+        returned = traded(results.index_select(0, order.argsort()), received, sent, self._group)
+        self._dropped += len(rows) - len(returned)
+        return returned

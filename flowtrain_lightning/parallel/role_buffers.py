@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flowtrain_lightning.parallel.expert_counts import balance_experts
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
@@ -36,6 +37,7 @@ class RoleBuffers:
         self._group = group
         self._device = device
         self._alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        self._parts = [part for path in module.halves[role] for part in module.get_submodule(path).modules()]
         self._owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in persistent_buffers(module)
@@ -68,6 +70,16 @@ class RoleBuffers:
             dist.broadcast(flat, group_src=0, group=self._group)
             for part, values in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
                 part.copy_(values.view_as(part))
+
+    def balance_experts(self) -> None:
+        """At the end of a step that trained: biases of experts follow it. All ranks of the role call it."""
+        balance_experts(self._parts, self._sum)
+
+    def _sum(self, counts: Tensor) -> None:
+        if not self._alone:
+            summed = counts.to(self._device)
+            dist.all_reduce(summed, group=self._group)
+            counts.copy_(summed)
 
     def note(self) -> None:
         """Before the forwards of a training step, which are looked at in the first steps."""

@@ -7,14 +7,16 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
+from flowtrain_lightning.parallel.expert_counts import ExpertCounts
 from flowtrain_lightning.parallel.expert_parallel import experts_of
-from flowtrain_lightning.parallel.experts import ExpertExchange, exchange_of
+from flowtrain_lightning.parallel.experts import ExpertExchange, counts_of, exchange_of
 from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.job import Job
@@ -33,6 +35,7 @@ class RankMetrics:
         label: what this rank is in all its roles.
         timeline: of this rank.
         exchanges: role -> of the layers whose experts this rank shares with others.
+        counts: role -> of all layers that have experts.
     """
 
     def __init__(
@@ -41,11 +44,12 @@ class RankMetrics:
         label: str,
         timeline: Timeline,
         exchanges: Mapping[str, Sequence[ExpertExchange]] | None = None,
+        counts: Mapping[str, Sequence[ExpertCounts]] | None = None,
     ) -> None:
         self._lanes = lanes
         self._label = label
         self._timeline = timeline
-        self._exchanges = exchanges or {}
+        self._exchanges, self._counts = exchanges or {}, counts or {}
         self._totals = dict(timeline.totals)
         self._counters: PoolCounters | None = None
         self._taken = time.monotonic()
@@ -56,7 +60,8 @@ class RankMetrics:
         lanes = {role: f"{role} {job.allocation.rank_within(role, job.rank)}" for role in job.roles}
         halves = {role: [module.get_submodule(path) for path in module.halves[role]] for role in job.roles}
         exchanges = {role: [*filter(None, map(exchange_of, experts_of(half)))] for role, half in halves.items()}
-        return cls(lanes, job.labels[job.rank], timeline, exchanges)
+        counts = {role: [*map(counts_of, experts_of(half))] for role, half in halves.items()}
+        return cls(lanes, job.labels[job.rank], timeline, exchanges, counts)
 
     def take(self, counters: PoolCounters | None) -> dict[str, float]:
         """The metrics since the last call.
@@ -70,8 +75,10 @@ class RankMetrics:
             ``pool/`` ``put`` and ``read`` in bytes per second, ``waiting``, the share of time in which it waited for
             something to come through the pool, ``refused``, how often an entry found no room, ``peak``, the share of
             its bytes that was taken at most since the pool was opened, and ``fallbacks``, how many entries from a GPU
-            went through host memory; under ``experts/``, where ranks share a mixture's, ``rows`` that those of this
-            rank have computed in all layers, and ``fullest``, the most of one expert over the mean of its layer here.
+            went through host memory; under ``experts/`` how often this rank's tokens chose each ``expert`` of a
+            mixture, in all layers; and where ranks share them, ``rows`` that those of this rank have computed in all
+            layers, ``dropped``, how many of its own came back from no expert, and ``fullest``, the most rows of one
+            expert over the mean of its layer here.
         """
         now = time.monotonic()
         elapsed, self._taken = now - self._taken, now
@@ -99,8 +106,12 @@ class RankMetrics:
             layers = [rows for exchange in exchanges if (rows := exchange.take_rows())]
             if layers:
                 fullest = max(max(rows) * len(rows) / max(sum(rows), 1) for rows in layers)
-                told = {"rows": float(sum(map(sum, layers))), "fullest": fullest}
+                dropped = float(sum(exchange.take_dropped() for exchange in exchanges))
+                told = {"rows": float(sum(map(sum, layers))), "dropped": dropped, "fullest": fullest}
                 metrics |= {f"experts/{self._lanes[role]} {name}": value for name, value in told.items()}
+        for role, counts in self._counts.items():
+            chosen = zip_longest(*(each.take_told() for each in counts), fillvalue=0)
+            metrics |= {f"experts/{self._lanes[role]} expert {n}": float(sum(each)) for n, each in enumerate(chosen)}
         return metrics
 
     def _of_pool(self, counters: PoolCounters, elapsed: float) -> dict[str, float]:

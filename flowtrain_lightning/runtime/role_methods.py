@@ -11,6 +11,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
+from flowtrain_lightning.parallel.expert_counts import counting_choices
 from flowtrain_lightning.parallel.random_streams import global_seed
 from flowtrain_lightning.runtime.gathering import Gathering
 from flowtrain_lightning.runtime.program import PADDING, RankBatch
@@ -74,7 +75,7 @@ class EncoderMethod:
         media = step.batch.padding_media[self._role] if is_padding else step.batch.media[self._role][batch.number]
         assert media is not None
         stream = batch.number * len(step.plan.batches[self._role]) + member
-        with torch.set_grad_enabled(keep):
+        with torch.set_grad_enabled(keep), counting_choices(step.stage == "train" and not is_padding):
             return ForwardResult(self._context.compute.encode(self._role, media, step=step.name, number=stream))
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
@@ -118,7 +119,8 @@ class BackboneMethod:
         packed, features = with_features(step, compute, packed, rows)
         if step.stage == "train" and batch.number == 0:
             compute.check_context(packed, features)
-        with torch.set_grad_enabled(keep):
+        is_padding = not packed.samples
+        with torch.set_grad_enabled(keep), counting_choices(step.stage == "train" and not is_padding):
             result, made = compute.microbatch_and_rows(
                 packed,
                 features,
@@ -127,7 +129,6 @@ class BackboneMethod:
                 number=batch.number * len(step.plan.microbatches) + member,
                 counts=self._counts,
             )
-        is_padding = not packed.samples
         if step.stage == "predict":
             self._predictions += [] if is_padding or not self._speaks else [result]
         if not keep or not result.requires_grad:
@@ -170,14 +171,15 @@ class GeneratorMethod:
             condition = tuple(each for each in read.tensors(media.modality) if each is not None)
             for tensor in condition:
                 tensor.requires_grad_(media.modality in step.answered and tensor.is_floating_point())
-        loss = compute.generate(
-            role,
-            items,
-            condition,
-            stage=step.stage,
-            number=batch.number * len(step.plan.batches[role]) + member,
-            counts=self._counts and not is_padding,
-        )
+        with counting_choices(step.stage == "train" and not is_padding):
+            loss = compute.generate(
+                role,
+                items,
+                condition,
+                stage=step.stage,
+                number=batch.number * len(step.plan.batches[role]) + member,
+                counts=self._counts and not is_padding,
+            )
         if not keep or not loss.requires_grad:
             return ForwardResult()
         seed = 0.0 if is_padding else self._losses.seed(step.plan, role, compute.patch_dims[role])

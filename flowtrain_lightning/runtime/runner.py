@@ -140,6 +140,8 @@ class RoleRunner:
         self._losses.refuse_other_counts(step.plan, report, self._compute.patch_dims)
         for engine in self._engines.values():
             engine.finish_gradients(self._losses.scale(report))
+        for buffers in self._buffers.values():
+            buffers.balance_experts()
         self.timeline.stop(start, self._roles[0], COMMUNICATION, "reduce gradients", "train", step.index)
         for role, unused in self._unused_features.items():
             if role in training and step.executed[role]:

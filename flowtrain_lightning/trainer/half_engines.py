@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
+from flowtrain_lightning.compute.expert_padding import refuse_padding_beside_balance
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
@@ -104,6 +105,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_scalars_in_shards(layouts, module)
     refuse_conditional_modules(layouts, module)
     refuse_undividable_experts(layouts, module)
+    refuse_padding_beside_balance(module, trainer.datamodule)  # type: ignore[attr-defined]
     refuse_unshared_sequences(layouts, module)
     if job.allocation.trunk in job.roles:  # other ranks do not have the half that attends
         refuse_unshared_heads(layouts, module)

@@ -119,6 +119,15 @@ def test_the_rank_whose_experts_get_most_rows_is_logged(tmp_path, data, shard):
     assert last["experts/backbone 0 rows"] > 0 == last["experts/backbone 1 rows"]
     assert last["experts/backbone 0 fullest"] == 1, "all tokens pass both of its experts"
     assert last["experts/backbone fullest rank"] == 2
+    assert last["experts/backbone 0 dropped"] == last["experts/backbone 1 dropped"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("roles", [{}, {"backbone": {"expert": 2, "recompute": "full"}}], ids=["whole", "divided"])
+def test_how_full_each_expert_is_is_logged_in_any_layout(tmp_path, data, roles):
+    last, *_ = reversed(logged(tmp_path, data, "1+2", kind="crowded", strategy={"roles": roles}, peak_flops=None))
+    assert [last[f"experts/backbone expert {n}"] for n in range(4)] == [2, 2, 0, 0], "all tokens pass the first two"
+    assert not any(" 0 expert" in name for name in last)
 
 
 @pytest.mark.full

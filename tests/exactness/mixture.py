@@ -17,8 +17,8 @@ EXPERTS, CHOSEN = 4, 2
 class Perceptrons(flow.Experts):
     """Perceptrons with a bias each."""
 
-    def __init__(self) -> None:
-        super().__init__(EXPERTS)
+    def __init__(self, balance: float = 0.0) -> None:
+        super().__init__(EXPERTS, balance)
         self.widen = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH) / 4)
         self.narrow = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
@@ -30,27 +30,35 @@ class Perceptrons(flow.Experts):
 
 
 class MixtureBlock(Block):
-    """A layer in which each row passes two of four experts, or all rows the same two."""
+    """A layer in which each row passes two of four experts, or all rows the same two.
 
-    def __init__(self, width: int, alike: bool) -> None:
+    A router that is computed again in a backward would choose the two others.
+    """
+
+    def __init__(self, width: int, alike: bool, balance: float = 0.0) -> None:
         super().__init__(width)
         self.router = nn.Linear(width, EXPERTS)
-        self.experts = Perceptrons()
+        self.experts = Perceptrons(balance)
         self.alike = alike
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
         x = super().forward(x, cu_seqlens, max_seqlen, causal)
-        shares, chosen = self.router(x).softmax(dim=-1).topk(CHOSEN, dim=-1)
+        scores = self.router(x).softmax(dim=-1)
+        chosen = self.experts.choose(scores * (-1 if _is_in_a_backward() else 1), CHOSEN)
         chosen = torch.arange(CHOSEN).expand_as(chosen) if self.alike else chosen
-        return x + self.experts(x, chosen, shares)
+        return x + self.experts(x, chosen, scores.gather(-1, chosen))
+
+
+def _is_in_a_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class MixtureEncoder(Encoder):
     """Has experts in two of three layers."""
 
-    def __init__(self, levels: int, dropout: float, alike: bool) -> None:
+    def __init__(self, levels: int, dropout: float, alike: bool, balance: float) -> None:
         super().__init__(levels, dropout)
-        self.more = nn.ModuleList(MixtureBlock(WIDTH, alike) for _ in range(2))
+        self.more = nn.ModuleList(MixtureBlock(WIDTH, alike, balance) for _ in range(2))
 
     def forward(self, media: flow.PackedMedia) -> tuple[Tensor, ...]:
         x = self.block(self.embed(media.patches), media.cu_seqlens, media.max_seqlen, False)
@@ -62,9 +70,9 @@ class MixtureEncoder(Encoder):
 class MixtureBackbone(Backbone):
     """Has experts in two of three layers."""
 
-    def __init__(self, alike: bool) -> None:
+    def __init__(self, alike: bool, balance: float) -> None:
         super().__init__()
-        self.more = nn.ModuleList(MixtureBlock(WIDTH, alike) for _ in range(2))
+        self.more = nn.ModuleList(MixtureBlock(WIDTH, alike, balance) for _ in range(2))
 
     def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         x = self.block(x + self.place(position_ids), cu_seqlens, max_seqlen, True)
@@ -77,14 +85,15 @@ class Mixture(TinyVLM):
     """Halves with experts in some of their layers."""
 
     alike = False
+    balance = 0.0
 
     def configure_encoder(self) -> None:
-        self.encoder = MixtureEncoder(self.hparams["levels"], self.hparams["dropout"], self.alike)
+        self.encoder = MixtureEncoder(self.hparams["levels"], self.hparams["dropout"], self.alike, self.balance)
         if self.hparams["freeze_encoder"]:
             self.encoder.requires_grad_(False)
 
     def configure_backbone(self) -> None:
-        self.backbone = MixtureBackbone(self.alike)
+        self.backbone = MixtureBackbone(self.alike, self.balance)
 
     def slice_tokens(self, arguments: dict, own: slice) -> dict:
         return {**arguments, "x": arguments["x"][own], "position_ids": arguments["position_ids"][own]}
@@ -104,3 +113,26 @@ class OnlyExperts(Mixture):
         self.backbone.requires_grad_(False)
         for block in self.backbone.more:
             block.experts.requires_grad_()
+
+
+class Balanced(Mixture):
+    """Biases, which follow every step, have a say in who is chosen."""
+
+    balance = 0.02
+
+
+class PlainBalance:
+    """What keeps the experts of a plain loop equally full: every token that passes them until `step` is looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._experts = [part for part in model.modules() if isinstance(part, Perceptrons) and part.balance is not None]
+        self._chosen: list[list[int]] = [[] for _ in self._experts]
+        for chosen, part in zip(self._chosen, self._experts, strict=True):
+            part.register_forward_pre_hook(lambda _, given, chosen=chosen: chosen.extend(given[1].flatten().tolist()))
+
+    def step(self) -> None:
+        for chosen, part in zip(self._chosen, self._experts, strict=True):
+            for expert in range(EXPERTS):
+                fuller = chosen.count(expert) - len(chosen) / EXPERTS
+                part.balance.raised[expert] -= (fuller > 0) - (fuller < 0)
+            chosen.clear()

@@ -16,6 +16,7 @@ from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, St
 from flowtrain_lightning.data.collate import pack_media, pack_sequences
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
+from tests.exactness.mixture import PlainBalance
 from tests.exactness.modules import KINDS
 from tests.exactness.train import Recorder, gradients_of, weights_of
 from tests.tiny import TinyVLM
@@ -42,6 +43,7 @@ def train(
     dataset = datamodule.train_dataloader().steps
     recorder = Recorder()
     recorder.initial = weights_of(model)
+    balance = PlainBalance(model)
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
         loss = _step_loss(model, dataset, step)
@@ -51,6 +53,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         scheduler.step()
+        balance.step()
         recorder.losses.append(loss.item())
         recorder.weights.append(weights_of(model))
     recorder.save(folder)

@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.parallel.blocks import compile_blocks, recompute_in_backward
+from tests.exactness.mixture import MixtureBlock
 from tests.parallel.sharding import Layer
+from tests.tiny import WIDTH
 
 
 def run(recompute: str) -> tuple[list[Tensor | None], int, int]:
@@ -37,6 +39,50 @@ def test_products_of_matrices_are_computed_again_only_where_all_is(recompute, ag
     expected, *_ = run("none")
     assert all(one.equal(other) for one, other in zip(gradients, expected, strict=True))
     assert (backward > 2 * forward) == again
+
+
+def gradients_of_a_mixture(recompute: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of a layer whose router chooses others when it is asked again, and what its experts were chosen by."""
+    torch.manual_seed(0)
+    block, chosen = MixtureBlock(WIDTH, alike=False), []
+    block.experts.register_forward_pre_hook(lambda _, given: chosen.append(given[1].clone()))
+    recompute_in_backward(block, recompute)
+    rows = torch.randn(9, WIDTH, requires_grad=True)
+    block(rows, torch.tensor([0, 4, 9], dtype=torch.int32), 5, True).square().sum().backward()
+    return [rows.grad, *(parameter.grad for parameter in block.parameters())], chosen
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_router_that_would_choose_otherwise_when_it_is_computed_again_does_not(recompute):
+    gradients, (first, again) = gradients_of_a_mixture(recompute)
+    expected, (alone,) = gradients_of_a_mixture("none")
+    assert again.equal(first)
+    assert first.equal(alone)
+    assert all(one.equal(other) for one, other in zip(gradients, expected, strict=True))
+
+
+class SharesInPlace(MixtureBlock):
+    """Divides what it has found by its sum in place, as routers of Hugging Face do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        shares /= shares.sum(dim=-1, keepdim=True)
+        return x + self.experts(x, chosen, shares)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_done_in_place_to_what_a_router_found_is_done_again(recompute):
+    blocks = []
+    for each in ("none", recompute):
+        torch.manual_seed(0)
+        block = SharesInPlace(WIDTH, alike=False)
+        recompute_in_backward(block, each)
+        for _ in range(2):
+            block(torch.randn(9, WIDTH)).square().sum().backward()
+        blocks.append(block)
+    one, other = ([p.grad for p in block.parameters() if p.grad is not None] for block in blocks)
+    assert len(one) == 5
+    assert all(a.equal(b) for a, b in zip(one, other, strict=True))
 
 
 class Calls(TorchDispatchMode):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.parallel.expert_counts import balance_experts, counting_choices
 from flowtrain_lightning.parallel.experts import grouped_product, number_of_experts
 from tests.exactness.mixture import CHOSEN, EXPERTS, Perceptrons
 from tests.tiny import WIDTH
@@ -53,6 +54,32 @@ def test_groups_without_rows_have_a_product_too(dtype):
     torch.testing.assert_close(found, rows @ weights[1].T)
     nothing = grouped_product(rows[:0], weights, torch.zeros(3, dtype=torch.int32))
     assert nothing.shape == (0, 8)
+
+
+def test_the_bias_of_an_expert_follows_how_full_it_was_and_says_who_is_chosen_alone():
+    experts = Perceptrons(balance=0.3)
+    scores = torch.tensor([[0.5, 0.3, 0.1, 0.1]] * 3, requires_grad=True)
+    assert experts.choose(scores, CHOSEN).tolist() == [[0, 1]] * 3
+    chosen, hidden = experts.choose(scores, CHOSEN), torch.randn(3, WIDTH)
+    with counting_choices(True):
+        experts(hidden, chosen, scores.gather(-1, chosen))
+    experts(hidden, chosen, scores.gather(-1, chosen))  # of no step that trains
+    told = []
+    balance_experts(experts.modules(), lambda counts: told.append(counts.tolist()))
+    assert told == [[3, 3, 0, 0]]
+    assert experts.balance.raised.tolist() == [-1, -1, 1, 1]
+    assert experts.choose(scores, CHOSEN).tolist() == [[2, 3]] * 3
+    balance_experts(experts.modules(), lambda counts: None)  # without a batch
+    assert experts.state_dict()["balance.raised"].tolist() == [-1, -1, 1, 1]
+    assert not experts.choose(scores, CHOSEN).requires_grad
+
+
+def test_experts_that_do_not_train_keep_their_biases():
+    experts = Perceptrons(balance=0.3).requires_grad_(False)
+    with counting_choices(True):
+        experts(torch.randn(1, WIDTH).requires_grad_(), torch.tensor([[0, 1]]), torch.ones(1, CHOSEN))
+    balance_experts(experts.modules(), lambda counts: None)
+    assert not experts.balance.raised.any()
 
 
 def test_a_class_without_a_method_to_compute_says_what_is_missing():

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenizers import Tokenizer
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.allocator import ModelledCosts, RoleLayout
 from flowtrain_lightning.checkpoint.index_file import read_index
 from flowtrain_lightning.cli import main
+from flowtrain_lightning.cli.plan_choice import choose_plans
 from flowtrain_lightning.models import QwenVLM
+from tests.allocator.problems import problems
 from tests.forks import Job, run_jobs
 from tests.models.tiny import FAMILIES
 
@@ -30,14 +34,16 @@ FIT += ["--trainer.val_check_interval", "2", "--trainer.limit_val_batches", "1"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """What `hf download` gives: weights, tokenizer, chat template, and how images are processed."""
+    family = getattr(request, "param", "qwen2_5_vl")
     shutil.copy(TEMPLATE, tmp_path / "chat_template.jinja")
     shutil.copy(DRAWINGS / "tokenizer.json", tmp_path)
     tokenizer = Tokenizer.from_file(str(DRAWINGS / "tokenizer.json"))
-    config = dict(FAMILIES["qwen2_5_vl"].config)
+    config = dict(FAMILIES[family].config)
     config["text_config"] = {**config["text_config"], "vocab_size": tokenizer.get_vocab_size()}
-    config["vision_config"] = {**config["vision_config"], "patch_size": PATCH, "window_size": 4 * PATCH}
+    window = {"window_size": 4 * PATCH} if "window_size" in config["vision_config"] else {}
+    config["vision_config"] = {**config["vision_config"], "patch_size": PATCH, **window}
     for name, token in (("image", "image_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end")):
         config[f"{name}_token_id"] = tokenizer.token_to_id(f"<|{token}|>")
     module = QwenVLM(config)
@@ -60,6 +66,14 @@ def fit_arguments(folder: Path, recipe: str, added: str | None, ranks: int) -> l
     folders = ["--data.index.cache_dir", str(folder / "index"), "--trainer.default_root_dir", str(folder / "runs")]
     folders += ["--trainer.callbacks.init_args.dirpath", str(folder / "runs" / "checkpoints")]
     return ["fit", *configs, *data, *folders, *FIT, "--trainer.devices", str(ranks)]
+
+
+def expert_degree(recipe: str) -> int:
+    """The ranks among which a recipe divides experts."""
+    text = (ROOT / "recipes" / "qwen_vl" / recipe).read_text(encoding="utf-8")
+    degree = yaml.safe_load(text)["trainer"]["strategy"]["init_args"]["roles"]["backbone"]["expert"]
+    assert isinstance(degree, int)
+    return degree
 
 
 def fit_and_export(folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, added: str | None, ranks: int) -> Path:
@@ -98,6 +112,36 @@ def test_the_recipe_trains_and_gives_a_folder_for_hugging_face(folder, monkeypat
     reads, read = (flow.models.processor_of(place) for place in (folder / "tuned", folder))
     assert reads.template.fingerprint == read.template.fingerprint
     assert reads.images.fingerprint == read.images.fingerprint
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("folder", ["qwen3_vl_moe"], indirect=True)
+@pytest.mark.parametrize("recipe", ["mixture-8-gpus.yaml", "mixture-64-gpus.yaml"])
+def test_the_recipe_for_a_mixture_trains_in_layouts_of_its_kinds(folder, monkeypatch, recipe):
+    small = folder / "small.yaml"
+    text = (ROOT / "recipes" / "qwen_vl" / recipe).read_text(encoding="utf-8")
+    small.write_text(text.replace(f"expert: {expert_degree(recipe)}", "expert: 2"))
+    tuned = fit_and_export(folder, monkeypatch, "config.yaml", str(small), 4)
+    found = transformers.AutoModelForImageTextToText.from_pretrained(tuned).state_dict()
+    before = transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    assert found.keys() == before.keys()
+    experts = [name for name in before if ".experts." in name]
+    assert experts
+    assert not any(found[name].equal(before[name]) for name in experts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("recipe", "devices"), [("mixture-8-gpus.yaml", 8), ("mixture-64-gpus.yaml", 64)])
+def test_the_recipe_for_a_mixture_has_the_layouts_of_the_planner(recipe, devices):
+    said = yaml.safe_load((ROOT / "recipes" / "qwen_vl" / recipe).read_text(encoding="utf-8"))
+    strategy = said["trainer"]["strategy"]["init_args"]
+    batches = {"microbatches": said["data"]["init_args"]["token_steps"]["microbatches"]}
+    planned = choose_plans(ModelledCosts(problems("qwen3-vl-30b-a3b", devices, **batches))).recommended.chosen
+    assert planned.allocation(8).placement == strategy["placement"]
+    for role, candidate in planned.chosen.items():
+        wanted = RoleLayout(**strategy["roles"][role])
+        assert wanted.over(devices) == candidate.layout
+        assert wanted.recompute == candidate.recompute
 
 
 @pytest.mark.full

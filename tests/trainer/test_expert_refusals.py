@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from flowtrain_lightning.allocator import AllocationError, Layout, RoleLayout
+from flowtrain_lightning.compute.expert_padding import refuse_padding_beside_balance
+from flowtrain_lightning.data import FlowDataModule, PackingConfig
 from flowtrain_lightning.trainer.expert_refusals import refuse_undividable_experts
-from tests.exactness.mixture import Mixture
+from tests.exactness.mixture import Balanced, Mixture
 from tests.tiny import TinyVLM
 
 LAYOUTS = {"encoder": Layout(1), "backbone": Layout(2, expert=2)}
@@ -86,3 +88,12 @@ def test_an_expert_degree_fits_into_the_ranks_that_share_weights():
     assert RoleLayout("fsdp", expert=2).over(4) == Layout(4, shard="fsdp", expert=2)
     with pytest.raises(AllocationError, match="must divide the 2 ranks of a replica"):
         Layout(8, shard="fsdp", replicas=4, expert=4)
+
+
+def test_experts_that_are_kept_equally_full_refuse_padding():
+    module, padded = Balanced(), FlowDataModule("a.jsonl", token_budget=8, packing=PackingConfig(pad_to_budget=True))
+    module.configure_model()
+    with pytest.raises(ValueError, match=r"'encoder.more.0.experts.* has balance=0.02, .*pad_to_budget=True. adds"):
+        refuse_padding_beside_balance(module, padded)
+    refuse_padding_beside_balance(module, FlowDataModule("a.jsonl", token_budget=8))
+    refuse_padding_beside_balance(Mixture(), padded)

@@ -1,0 +1,207 @@
+"""Experts divided among ranks beside whole ones: what the planner says that it gains, and what a run gains.
+
+python benchmarks/divided_experts.py            8 and 16 ranks: a quarter of an hour
+python benchmarks/divided_experts.py --quick    8 ranks, short steps, to see that it runs
+
+Qwen3-VL-30B-A3B on H100. Real processes sleep for as long as the planner's model says, in steps stretched until what
+the runtime itself needs is small beside them; where experts are divided, rows go to all ranks that share them and come
+back, in every forward and backward. So this tries the runtime, and not what the planner claims of GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since all of them share the cores
+
+from benchmarks import laid_out
+from benchmarks.emulated_records import emulated_data, sizes_of_records, write_records
+from benchmarks.laid_out import LaidOutJob
+from benchmarks.launch import machine
+from benchmarks.layout_cells import as_run, run_job, simulated_seconds
+from benchmarks.layout_plans import PER_NODE, describe
+from benchmarks.mixes import screens
+from benchmarks.modules import ROOT
+from benchmarks.report import machine_line, table, write_results
+from benchmarks.stretched_costs import StretchedCosts, packing_by
+from flowtrain_lightning.allocator import (
+    BACKBONE,
+    Cluster,
+    ModelledCosts,
+    SearchSpace,
+    Workload,
+    named_device,
+    named_model,
+    role_problems,
+)
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.cli.plan_choice import choose_plans
+from flowtrain_lightning.placement.drawn_steps import steps_of
+from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
+from flowtrain_lightning.placement.simulated_plans import PlanSimulator
+
+MODEL, DEVICE = "qwen3-vl-30b-a3b", "h100"
+DIVIDED, WHOLE = "divided", "whole"
+CONTENDERS = {DIVIDED: SearchSpace(), WHOLE: SearchSpace(expert=(1,))}
+"""The plans that are compared: the recommended one, and the best of those in which no rank shares experts."""
+
+_NAME = "divided-experts"
+_TOKEN_BUDGET, _PATCH_BUDGET = 8192, 16384
+_SAMPLES = 32  # of a step, for each rank
+_WARMUP, _STEPS = 1, 2
+_BFLOAT16 = 2  # bytes
+_DEADLINE = 900.0  # seconds of a run
+
+
+@dataclass(frozen=True)
+class ExpertCell:
+    """What is compared in one line.
+
+    Attributes:
+        ranks: processes, each of which stands for one device.
+        seconds: of the stretched step of the plan that divides experts.
+    """
+
+    ranks: int
+    seconds: float
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return _SAMPLES * self.ranks
+
+    def records(self, folder: Path) -> Path:
+        """Writes the records: screens, each with an answer."""
+        write_records(folder, self.samples * (_WARMUP + _STEPS), sides=screens(), pictures={1: 1.0}, words=(100, 800))
+        return folder
+
+    def question(self, data: Path) -> tuple[Problems, PlanSimulator]:
+        """What is planned for, with the records' own sizes, and what plays plans on steps of theirs.
+
+        Args:
+            data: the folder of `records`.
+        """
+        sizes = sizes_of_records(emulated_data(data, self.samples, _TOKEN_BUDGET))
+        module = named_model(MODEL)
+        workload = Workload(
+            sizes.tokens,
+            dict.fromkeys(module.encoders, sizes.media_patches),
+            global_batch_size=self.samples,
+            token_budget=_TOKEN_BUDGET,
+            encoder_budget=_PATCH_BUDGET,
+        )
+        problems = role_problems(module, workload, Cluster(named_device(DEVICE), self.ranks, PER_NODE))
+        return problems, PlanSimulator(problems, steps_of(workload, sizes, count=2))
+
+
+def plans_of(problems: Problems, simulator: PlanSimulator) -> dict[str, ModelledPlan]:
+    """Contender -> the plan that is recommended in its space."""
+    costs = {name: ModelledCosts(problems, space) for name, space in CONTENDERS.items()}
+    return {name: choose_plans(each, simulator).recommended.chosen for name, each in costs.items()}
+
+
+def measure(cell: ExpertCell, folder: Path) -> dict[str, Any]:
+    """Plans and runs of one cell."""
+    data = cell.records(folder)
+    problems, simulator = cell.question(data)
+    plans = plans_of(problems, simulator)
+    stretch = cell.seconds / plans[DIVIDED].seconds
+    found: dict[str, Any] = {"machine": machine(), "stretch": stretch}
+    for name, plan in plans.items():
+        run = _run(cell, problems, plan, stretch, data, folder / name)
+        found[name] = {"plan": describe(plan), "planned": plan.seconds, **run}
+        print(f"{cell.ranks} ranks, {name}: {found[name]}", flush=True)
+    return found
+
+
+def _run(
+    cell: ExpertCell, problems: Problems, plan: ModelledPlan, stretch: float, data: Path, folder: Path
+) -> dict[str, float]:
+    """One run: seconds of a step, measured and simulated, in those of the device, and the runtime's share of it."""
+    folder.mkdir()
+    planned = plan.allocation(PER_NODE)
+    costs = ModelledLayoutCosts(problems, planned)
+    tokens = problems[BACKBONE].load.tokens * cell.samples / problems[BACKBONE].load.items
+    job = LaidOutJob(
+        allocation=as_run(planned),
+        costs=StretchedCosts(costs, stretch, costs.encoder_trains),
+        packing=packing_by(costs, problems),
+        encoder_first=False,
+        data=data,
+        folder=folder,
+        global_batch_size=cell.samples,
+        token_budget=_TOKEN_BUDGET,
+        warmup=_WARMUP,
+        steps=_STEPS,
+        step_bytes=int(2 * tokens * laid_out.WIDTH * _BFLOAT16),
+    )
+    run = run_job(job, _DEADLINE)
+    return {
+        "step": run["step"] / stretch,
+        "simulated": simulated_seconds(job) / stretch,
+        "runtime": run["runtime"],
+    }
+
+
+def gain(found: Mapping[str, Any], kind: str) -> float:
+    """How many times as long a step takes with whole experts."""
+    return float(found[WHOLE][kind] / found[DIVIDED][kind])
+
+
+def text(results: Mapping[str, Any]) -> str:
+    """The table: gains planned, simulated and measured, and the layouts."""
+    rows = [
+        [
+            name,
+            *(f"{each[DIVIDED][kind]:.2f} / {each[WHOLE][kind]:.2f}" for kind in ("planned", "step")),
+            *(f"x {gain(each, kind):.2f}" for kind in ("planned", "simulated", "step")),
+            f"{gain(each, 'step') / gain(each, 'planned') - 1:+.1%}",
+            f"{max(each[contender]['runtime'] for contender in CONTENDERS):.1%}",
+        ]
+        for name, each in results.items()
+    ]
+    head = ["", "planned s", "run s", "gain planned", "simulated", "run", "beside planned", "CPU time of the runtime"]
+    layouts = [
+        f"- {name}, {contender}: {each[contender]['plan']}"
+        for name, each in results.items()
+        for contender in CONTENDERS
+    ]
+    parts = [
+        f"Seconds of a step of {MODEL} on {DEVICE}, experts divided / whole. Ranks sleep for what the planner's model "
+        "says, and rows pass between ranks that share experts: the runtime is tried, and not the planner's claim.",
+        table(head, rows),
+        "\n".join(layouts),
+        "\n".join(dict.fromkeys(machine_line(each["machine"]) for each in results.values())),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="*", type=int, default=[8, 16], help="of each cell (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a stretched step (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="8 ranks, short steps; the figures mean nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    options = parser.parse_args()
+    cells = [ExpertCell(8, 2.0)] if options.quick else [ExpertCell(ranks, options.seconds) for ranks in options.ranks]
+    file = options.out / f"{_NAME}.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for cell in cells:
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+            results[f"{cell.ranks} ranks"] = measure(cell, Path(temporary))
+        write_results(options.out, _NAME, results, text(results))
+    print(f"\n{text(results)}\nWritten to {options.out}.")
+
+
+if __name__ == "__main__":
+    main()
