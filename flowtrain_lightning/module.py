@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -105,8 +105,9 @@ class FlowModule(L.LightningModule):
         max_new_tokens: how many tokens ``generate`` adds at most.
         end_token: the id at which ``generate`` ends a sequence, or None.
         couples: what of it may couple samples of a batch, see `flowtrain_lightning.check`; by default nothing.
-        encodes_moments_apart: ``encode`` gives for some moments of a clip the rows that it gives for them within the
-            clip, so long clips may be dealt in pieces. Rows may depend on ``Clip.before`` and ``Clip.behind``.
+        encodes_parts_apart: ``encode`` gives for some moments of a clip, or tiles of a picture, the rows that it gives
+            for them within the whole, so large ones may be dealt in pieces. Rows may depend on ``before`` and
+            ``behind`` of `Clip` and `Tiles`.
     """
 
     halves: Mapping[str, tuple[str, ...]] = {"encoder": ("encoder",), "backbone": ("backbone",)}
@@ -117,7 +118,7 @@ class FlowModule(L.LightningModule):
     max_new_tokens: int = 32
     end_token: int | None = None
     couples: Collection[Coupling] = ()
-    encodes_moments_apart: ClassVar[bool] = False
+    encodes_parts_apart: bool = False
 
     def __init__(self) -> None:
         super().__init__()

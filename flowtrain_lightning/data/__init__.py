@@ -9,7 +9,16 @@ out, with `workers.py` and `worker_channels.py` where other processes load, `pro
 Ray does. `feature_store.py` keeps what frozen encoders made of media.
 """
 
-from flowtrain_lightning.data.batch import IGNORED_LABEL, Clip, Features, PackedBatch, PackedMedia, RankShard, StepBatch
+from flowtrain_lightning.data.batch import (
+    IGNORED_LABEL,
+    Clip,
+    Features,
+    PackedBatch,
+    PackedMedia,
+    RankShard,
+    StepBatch,
+    Tiles,
+)
 from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
@@ -84,6 +93,7 @@ __all__ = [
     "StepPlan",
     "TarShard",
     "Template",
+    "Tiles",
     "TokenSequence",
     "TokenSteps",
     "Tokenizer",

@@ -70,6 +70,24 @@ class Clip(NamedTuple):
         return self._replace(moments=end - begin, before=before, behind=behind)
 
 
+class Tiles(NamedTuple):
+    """A picture in tiles that follow each other, all of one size.
+
+    Attributes:
+        number: how many there are.
+        before: tiles of the whole picture that come before these, where it is in pieces.
+        behind: those that come behind them.
+    """
+
+    number: int
+    before: int = 0
+    behind: int = 0
+
+    def between(self, begin: int, end: int) -> Tiles:
+        """Some of these tiles, from ``begin`` to before ``end``."""
+        return Tiles(end - begin, self.before + begin, self.behind + self.number - end)
+
+
 class GeneratedItem(NamedTuple):
     """A media item that is to be generated.
 
@@ -106,6 +124,7 @@ class PackedMedia:
         normalisation: ``[3, patch_dim]`` float32: divisor, mean and deviation of each number of a patch; None where
             ``pixels`` are normalised already.
         clips: ``[media items]`` what each video is in time, None of an image; ``()`` where all are images.
+        tiles: ``[media items]`` of pictures that are cut into tiles, None of others; ``()`` where there are none.
         kept: of a batch whose features are kept, all its media items; the other fields are then those of the ones that
             have to be encoded, perhaps none.
         items: ``[media items]`` of media that are to be generated, what each is in the step; ``()`` of others.
@@ -121,6 +140,7 @@ class PackedMedia:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     normalisation: Tensor | None = None
     clips: tuple[Clip | None, ...] = ()
+    tiles: tuple[Tiles | None, ...] = ()
     kept: KeptRows | None = None
     items: tuple[GeneratedItem, ...] = ()
 
@@ -269,7 +289,7 @@ class StepBatch:
             trunk.
         media: role of this rank that encodes or generates -> its batches in order; None where one is empty.
         padding_media: role -> what this rank encodes for it, for nothing, where only others have an encoder batch: the
-            smallest media item of the step that the role encodes, of a video its first moment. Without roles that have
+            smallest media item of the step that the role encodes, or its first part. Without roles that have
             no need.
         epoch: the epoch of the step.
         step: the step's number within its epoch.

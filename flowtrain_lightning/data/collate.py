@@ -96,6 +96,7 @@ def pack_media(items: Sequence[LoadedMedia]) -> PackedMedia:
         sizes=tuple(item.size for item in items),
         normalisation=torch.from_numpy(shared) if alike and shared is not None else None,
         clips=tuple(item.clip for item in items) if any(item.clip is not None for item in items) else (),
+        tiles=tuple(item.tiles for item in items) if any(item.tiles is not None for item in items) else (),
     )
 
 

@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.delivery import Delivery, Prepare, PrepareMedia, next_batch, with_inputs
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
+from flowtrain_lightning.data.large_media import LargeMedia
 from flowtrain_lightning.data.producer_pace import ProducerPace
 from flowtrain_lightning.data.producers import ProducedSteps, StepsAhead, naming_ray
 from flowtrain_lightning.data.ray_cluster import RayCluster
@@ -76,7 +77,7 @@ class StepLoader:
         self._files = list(files)
         self._resume: tuple[int, int] | None = None
         self._done = _Position(0, 0, None)
-        self._told_of_large_media = False
+        self._large_media = LargeMedia(cut=steps.cuts_media)
         self._delivered_last: _Position | None = None
         self._num_workers = num_workers if cluster is None else 1
         self._cluster = cluster
@@ -255,14 +256,8 @@ class StepLoader:
         )
 
     def _delivered(self, delivery: Delivery) -> None:
-        largest = int(delivery.batch.plan.sizes.media_patches.max(initial=0))
-        if (budget := self.steps.packing.encoder_budget) < largest and not self._told_of_large_media:
-            self._told_of_large_media = True
-            rank_zero_warn(
-                f"A media item has {largest:,} patches, more than encoder_budget={budget:,}, so it is an encoder batch "
-                "by itself, and needs as much more memory. Let images and videos be smaller (ImageProcessor(max_pixels="
-                "...)), or raise FlowDataModule(encoder_budget=...) and the memory that is planned for it."
-            )
+        steps, sizes = self.steps, delivery.batch.plan.sizes
+        self._large_media.tell(sizes, steps.packing.encoder_budget, steps.most_patches())
         if self._keeping is not None:
             self._keeping.count(delivery.batch.media)
         position = _Position(delivery.batch.epoch, delivery.batch.step + 1, delivery.stream)

@@ -490,8 +490,8 @@ class FlowDataModule(L.LightningDataModule):
         sampling, in_effect = self._steps(stage, source), self._packing_in_effect()
         _warn_of_idle_ranks(sampling, shard)
         module = getattr(self.trainer, "lightning_module", None)
-        cuts_clips = getattr(module or self._reader, "encodes_moments_apart", False)
-        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset, cuts_clips=cuts_clips)
+        cuts_media = getattr(module or self._reader, "encodes_parts_apart", False)
+        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset, cuts_media=cuts_media)
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
             steps,

@@ -23,12 +23,12 @@ from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, str
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.batches_behind import generated_items
-from flowtrain_lightning.packing.clip_pieces import in_pieces, whole_items
+from flowtrain_lightning.packing.media_pieces import in_pieces, whole_items
 from flowtrain_lightning.packing.sample_stream import StreamStep
 from flowtrain_lightning.packing.step_members import StepMembers
 
 _PIECES_OF_A_BATCH = 8
-"""A piece of a clip has at most such a part of an encoder batch's patches: so fine pieces fill batches and ranks."""
+"""A piece of a media item has at most such a part of an encoder batch's patches: fine pieces fill batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         unset_settings: names of settings that the user did not give: a checkpoint's take their place.
         stores: role -> where its features are kept; without the roles whose features are not.
         shares: a media item that several samples of a step have is encoded once.
-        cuts_clips: the encoder takes moments of clips apart, so that pieces of a long one are media items.
+        cuts_media: the encoder takes moments of clips and tiles of pictures apart, so that pieces are media items.
     """
 
     samples: SampleLoader
@@ -55,7 +55,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
     unset_settings: frozenset[str] = frozenset()
     stores: Mapping[str, FeatureStore] = field(default_factory=dict)
     shares: bool = True
-    cuts_clips: bool = False
+    cuts_media: bool = False
 
     def __len__(self) -> int:
         if self.sampling.steps is None:
@@ -84,7 +84,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         return packing.plan(self.sizes(chosen, packing), chosen, self.shard.members, microbatches)
 
     def sizes(self, samples: IntArray, packing: StepPacking | None = None) -> SampleSizes:
-        """The sizes of these samples as steps take them: clips in pieces, equal media told where they are shared.
+        """The sizes of these samples as steps take them: large media in pieces, equal ones told where they are shared.
 
         Args:
             samples: ``[n]`` indices into the source, in that order.
@@ -93,9 +93,13 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         sizes = self.samples.source.sizes(samples)
         if self.samples.augment is not None or not self.shares:  # chance makes two pictures of one
             sizes = replace(sizes, media_content=None)
-        if self.cuts_clips:
-            sizes = in_pieces(sizes, (packing or self.packing).encoder_budget // _PIECES_OF_A_BATCH)
+        if self.cuts_media:
+            sizes = in_pieces(sizes, self.most_patches(packing))
         return sizes
+
+    def most_patches(self, packing: StepPacking | None = None) -> int:
+        """Patches of a piece of a media item, where the encoder takes pieces; see `sizes` for ``packing``."""
+        return (packing or self.packing).encoder_budget // _PIECES_OF_A_BATCH
 
     def resumed_from(self, state: Mapping[str, Any]) -> StepDataset:
         """The steps as they were when ``state`` was saved, as far as the user has not set otherwise."""
@@ -125,10 +129,10 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 microbatches = tuple(self._microbatch(plan, samples, record_of) for samples in batches)
                 continue
             store = self.stores.get(role)
-            read = EncoderMedia(self.samples, plan, batches, epoch, record_of, store)
+            read = EncoderMedia(self.samples, plan, batches, epoch, record_of, store, apart=self.cuts_media)
             media[role] = tuple(read.packed())
             if shard.members.meeting(role).passes and len(items := _encoded_by(role, shard.members, plan.sizes)):
-                padding_media[role] = read.one_moment(int(items[plan.sizes.media_patches[items].argmin()]))
+                padding_media[role] = read.one_part(int(items[plan.sizes.media_patches[items].argmin()]))
         return StepBatch(plan, shard, microbatches, media, epoch, step, padding_media)
 
     def needed(self, plan: StepPlan) -> list[int]:

@@ -1,4 +1,4 @@
-"""The media that a rank encodes or generates in a step: read, in pieces where clips are cut, and packed in batches."""
+"""The media that a rank encodes or generates in a step: read, in pieces where they are cut, and packed in batches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flowtrain_lightning.data.feature_store import FeatureStore
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.kept_rows import KeptRows
 from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.media_files import VideoFile
 from flowtrain_lightning.data.sample_loader import SampleLoader
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.role_graph import GENERATED
@@ -21,7 +22,7 @@ Place = tuple[int, int]
 
 
 class EncoderMedia:
-    """Encoder batches of a step. A clip in several pieces is decoded once, from its first to its last moment here.
+    """Encoder batches of a step. A media item in several pieces is decoded once, from its first to its last part here.
 
     Args:
         samples: loads media items.
@@ -30,6 +31,7 @@ class EncoderMedia:
         epoch: of the step, for augmentation.
         record_of: gives the record of a sample of the data set.
         store: where features of media items are kept, if they are.
+        apart: the encoder takes tiles of a picture apart.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class EncoderMedia:
         epoch: int,
         record_of: Callable[[int], Record],
         store: FeatureStore | None,
+        *,
+        apart: bool,
     ) -> None:
         self._samples, self._plan, self._batches = samples, plan, batches
-        self._epoch, self._record_of, self._store = epoch, record_of, store
+        self._epoch, self._record_of, self._store, self._apart = epoch, record_of, store, apart
         self._owner = plan.sizes.media_sample
-        self._wanted: dict[Place, tuple[int, int]] = {}  # moments from and to which the pieces here reach
-        self._clips: dict[Place, LoadedMedia] = {}
+        self._wanted: dict[Place, tuple[int, int]] = {}  # parts from and to which the pieces here reach
+        self._decoded: dict[Place, LoadedMedia] = {}
         self._names: dict[Place, str] = {}
         if plan.sizes.media_pieces is not None:
             for item in (item for batch in batches for item in batch.tolist()):
@@ -61,18 +65,18 @@ class EncoderMedia:
         """
         return [self._batch(items) if len(items) else None for items in self._batches]
 
-    def one_moment(self, item: int) -> PackedMedia:
-        """A media item by itself, of a clip its first moment: the least that ranks can encode for nothing.
+    def one_part(self, item: int) -> PackedMedia:
+        """The first part of a media item by itself: the least that ranks can encode for nothing.
 
         Raises:
             DataError: it cannot be used.
         """
-        sizes = self._plan.sizes
-        rows, moments = int(sizes.media_rows[item]), 1 if sizes.media_moments is None else sizes.media_moments[item]
-        place, begin = (self._place(item), 0) if sizes.media_pieces is None else self._piece(item)[:2]
-        if moments == 1 or rows % moments:
-            return self._packed([item], [self._read(place, rows)])
-        return pack_media([self._read(place, rows // int(moments), (begin, begin + 1))])
+        place, begin, end = self._piece(item)
+        rows, parts = int(self._plan.sizes.media_rows[item]), end - begin
+        may_be_cut = self._apart or isinstance(self._record(place).media[place[1]], VideoFile)
+        if may_be_cut and rows % parts == 0:
+            rows, end = rows // parts, begin + 1
+        return self._packed([item], [self._read(place, rows, (begin, end))])
 
     def _batch(self, items: IntArray) -> PackedMedia:
         modality, kept, wanted = self._plan.sizes.modality_of(items[0]), None, items.tolist()
@@ -94,47 +98,46 @@ class EncoderMedia:
         packed = pack_media(loaded)
         if packed.modality != GENERATED:
             return packed
-        place_of = self._place if self._plan.sizes.media_pieces is None else lambda item: self._piece(item)[0]
         rows = self._plan.sizes.media_rows
-        return replace(packed, items=tuple(GeneratedItem(*place_of(item), int(rows[item])) for item in items))
+        return replace(packed, items=tuple(GeneratedItem(*self._piece(item)[0], int(rows[item])) for item in items))
 
     def _load(self, item: int) -> LoadedMedia:
-        sizes = self._plan.sizes
-        rows = int(sizes.media_rows[item])
-        if sizes.media_pieces is None or sizes.media_moments is None:
-            return self._read(self._place(item), rows)
-        place, begin, end = self._piece(item)
+        rows, (place, begin, end) = int(self._plan.sizes.media_rows[item]), self._piece(item)
+        if self._plan.sizes.media_pieces is None:
+            return self._read(place, rows, (begin, end))
         first, last = self._wanted[place]
         if (begin, end) == (first, last):
             return self._read(place, rows, (begin, end))
-        if place not in self._clips:
-            self._clips[place] = self._read(place, rows // (end - begin) * (last - first), (first, last))
-        return self._clips[place].moments(begin - first, end - first)
+        if place not in self._decoded:
+            self._decoded[place] = self._read(place, rows // (end - begin) * (last - first), (first, last))
+        return self._decoded[place].between(begin - first, end - first)
 
-    def _read(self, place: Place, rows: int, moments: tuple[int, int] | None = None) -> LoadedMedia:
+    def _read(self, place: Place, rows: int, parts: tuple[int, int]) -> LoadedMedia:
         sample = int(self._plan.samples[place[0]])
-        return self._samples.media(self._record_of(sample), sample, place[1], rows, self._epoch, moments)
+        return self._samples.media(self._record(place), sample, place[1], rows, self._epoch, parts)
+
+    def _record(self, place: Place) -> Record:
+        return self._record_of(int(self._plan.samples[place[0]]))
 
     def _content(self, item: int) -> str:
-        if self._plan.sizes.media_pieces is None:
-            return self._content_of(self._place(item))
         place, begin, end = self._piece(item)
+        pieces = self._plan.sizes.media_pieces
+        # A piece that begins with a first part is of the next media item.
+        if pieces is None or (begin == 0 and (item + 1 == len(pieces) or pieces[item + 1, 1] == 0)):
+            return self._content_of(place)  # whole, whatever else the step cuts
         return f"{self._content_of(place)}-{begin}-{end}"
 
     def _content_of(self, place: Place) -> str:
         """A name of what a whole media item contains: a file is read once for all of its pieces."""
         if place not in self._names:
-            record = self._record_of(int(self._plan.samples[place[0]]))
-            self._names[place] = self._samples.content(record, place[1])
+            self._names[place] = self._samples.content(self._record(place), place[1])
         return self._names[place]
 
-    def _place(self, item: int) -> Place:
-        owner = int(self._owner[item])
-        return owner, item - int(self._plan.sizes.media_start[owner])
-
     def _piece(self, item: int) -> tuple[Place, int, int]:
-        """The media item of which one is a piece, and the moments from and to which it goes."""
-        pieces = self._plan.sizes.media_pieces
-        assert pieces is not None
-        number, begin, end = pieces[item].tolist()
-        return (int(self._owner[item]), number), begin, end
+        """The media item of which one is a piece, or which it is, and the parts from and to which it goes."""
+        sizes, owner = self._plan.sizes, int(self._owner[item])
+        if sizes.media_pieces is not None:
+            number, begin, end = sizes.media_pieces[item].tolist()
+            return (owner, number), begin, end
+        parts = 1 if sizes.media_parts is None else int(sizes.media_parts[item])
+        return (owner, item - int(sizes.media_start[owner])), 0, parts

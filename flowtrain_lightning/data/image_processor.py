@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flowtrain_lightning.data.batch import Tiles
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.image_files import ImageError, decode, flatten
 from flowtrain_lightning.data.loaded_media import LoadedMedia
@@ -130,6 +131,16 @@ class ImageProcessor:
         """
         return math.prod(grid) // self.merge_size**2
 
+    def tiles_in(self, grid: tuple[int, int], size: tuple[int, int]) -> int:
+        """Tiles into which an image is cut, all of one size; 1 where it is not cut.
+
+        Args:
+            grid: its height and width in patches.
+            size: its height and width in pixels as it was in the data.
+        """
+        del grid, size
+        return 1
+
     def load(
         self, file: MediaFile, augment: Callable[[Image], Image] | None = None, *, alone: bool = True
     ) -> tuple[NDArray[np.float32], tuple[int, int]]:
@@ -163,7 +174,8 @@ class ImageProcessor:
         image = flatten(image, "RGB" if self.channels == 3 else "L")
         pixels = self.cut(self.values(image, grid, size), grid)
         normalisation = self.normalisation if pixels.dtype == np.uint8 else None
-        return LoadedMedia(pixels, grid, self.rows_of_features(grid, size), normalisation, size)
+        tiles = Tiles(number) if (number := self.tiles_in(grid, size)) > 1 else None
+        return LoadedMedia(pixels, grid, self.rows_of_features(grid, size), normalisation, size, tiles=tiles)
 
     @cached_property
     def normalisation(self) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain_lightning.data.batch import Clip
+from flowtrain_lightning.data.batch import Clip, Tiles
 from flowtrain_lightning.packing import IMAGE
 
 
@@ -22,6 +22,7 @@ class LoadedMedia(NamedTuple):
         size: its height and width in pixels as it was in the data.
         clip: what a video is in time; None of an image.
         modality: which encoder takes it.
+        tiles: into which a picture is cut, one below the other; None of others.
     """
 
     pixels: NDArray[Any]
@@ -31,17 +32,24 @@ class LoadedMedia(NamedTuple):
     size: tuple[int, int] = (0, 0)
     clip: Clip | None = None
     modality: str = IMAGE
+    tiles: Tiles | None = None
 
-    def moments(self, begin: int, end: int) -> LoadedMedia:
-        """Some moments of a clip, from ``begin`` to before ``end``; an image as it is."""
-        if self.clip is None:
+    @property
+    def parts(self) -> int:
+        """Moments of a clip, tiles of a picture; 1 where it is in one part."""
+        return self.clip.moments if self.clip is not None else 1 if self.tiles is None else self.tiles.number
+
+    def between(self, begin: int, end: int) -> LoadedMedia:
+        """Some of its parts, from ``begin`` to before ``end``."""
+        if (begin, end) == (0, self.parts):
             return self
-        pixels, rows = len(self.pixels) // self.clip.moments, self.rows // self.clip.moments
-        return self._replace(
-            pixels=self.pixels[begin * pixels : end * pixels],
-            rows=(end - begin) * rows,
-            clip=self.clip.between(begin, end),
-        )
+        pixels, rows = len(self.pixels) // self.parts, self.rows // self.parts
+        own = self._replace(pixels=self.pixels[begin * pixels : end * pixels], rows=(end - begin) * rows)
+        if self.clip is not None:
+            return own._replace(clip=self.clip.between(begin, end))
+        assert self.tiles is not None, "an item of several parts is a clip or has tiles"
+        high = self.grid[0] // self.parts * (end - begin)
+        return own._replace(grid=(high, self.grid[1]), tiles=self.tiles.between(begin, end))
 
     @property
     def patches(self) -> NDArray[np.float32]:

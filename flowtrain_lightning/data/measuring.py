@@ -32,7 +32,7 @@ from flowtrain_lightning.packing.role_graph import GENERATED
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 7
+_FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class MeasuredMedia(NamedTuple):
         animated: how many are animated images.
         status: their files.
         content: ``[media items]`` equal numbers for equal media items, see `SampleSizes`.
-        moments: ``[media items]`` of each clip; 1 of an image.
+        parts: ``[media items]`` moments of a clip, tiles of a picture, else 1.
         generated: ``[media items]`` whether each is to be generated.
     """
 
@@ -124,7 +124,7 @@ class MeasuredMedia(NamedTuple):
     animated: int
     status: MediaStatus
     content: IntArray
-    moments: IntArray
+    parts: IntArray
     generated: NDArray[np.bool_]
 
     @classmethod
@@ -135,12 +135,12 @@ class MeasuredMedia(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """The patches and the rows of features of one media item, whether it is an animated image, and its moments."""
+    """The patches and the rows of features of one media item, whether it is an animated image, and its parts."""
 
     patches: int
     rows: int
     animated: bool = False
-    moments: int = 1
+    parts: int = 1
 
 
 class MeasuredRecords(NamedTuple):
@@ -185,8 +185,8 @@ def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> M
     content = content_numbers(record.files, status, alone=len(record.media) == 1)
     generated = np.isin(np.arange(len(table)), [*record.generated])
     content[generated] = -1  # what is generated twice has two conditions
-    patches, rows, animated, moments = table.T
-    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, moments, generated)
+    patches, rows, animated, parts = table.T
+    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, parts, generated)
 
 
 def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
@@ -205,7 +205,7 @@ def _to_generate(size: _Size, record: Record, measure: Measure) -> _Size:
             f"{record.where}: it has an image to be generated, but the model that is trained has no half that "
             "generates. Name one in its `halves`, 'generator', or take \"generate\" out of the record."
         )
-    return size._replace(rows=measure.condition_rows)
+    return size._replace(rows=measure.condition_rows, parts=1)
 
 
 def _measured(item: MediaFile | VideoFile, record: Record, measure: Measure) -> _Size:
@@ -216,7 +216,8 @@ def _measured(item: MediaFile | VideoFile, record: Record, measure: Measure) -> 
     grid = measure.images.size(*size, alone=len(record.media) == 1)
     if measure.unreadable == "drop":
         decode(item)
-    return _Size(math.prod(grid), measure.images.rows_of_features(grid, size), header.animated)
+    rows, parts = measure.images.rows_of_features(grid, size), measure.images.tiles_in(grid, size)
+    return _Size(math.prod(grid), rows, header.animated, parts)
 
 
 def _measured_video(video: VideoFile, record: Record, measure: Measure) -> _Size:
@@ -230,7 +231,7 @@ def _measured_video(video: VideoFile, record: Record, measure: Measure) -> _Size
         for _ in decode_frames(video, sampled.frames):
             pass
     rows = measure.videos.rows_of_features(sampled)
-    return _Size(sampled.patches, rows, moments=sampled.clip.moments)
+    return _Size(sampled.patches, rows, parts=sampled.clip.moments)
 
 
 def measure_records(
@@ -250,7 +251,7 @@ def measure_records(
     records = [measure.reaching(record) for record in records]
     with_media = threads.map(lambda record: measured_media(record, measure, folder), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
-    usable, columns, rows, patches, content, moments = [], [], [nothing], [nothing], [nothing], [nothing]
+    usable, columns, rows, patches, content, parts = [], [], [nothing], [nothing], [nothing], [nothing]
     generated = [nothing.astype(bool)]
     animated, status = 0, []
     for record in records:
@@ -265,7 +266,7 @@ def measure_records(
         rows.append(media.rows[:items])
         patches.append(media.patches[:items])
         content.append(media.content[:items])
-        moments.append(media.moments[:items])
+        parts.append(media.parts[:items])
         generated.append(media.generated[:items])
         status.append(media.status.first(items))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
@@ -278,7 +279,7 @@ def measure_records(
         media_patches=np.concatenate(patches),
         media_modality=np.where(told, GENERATED, IMAGE) if told.any() else None,
         media_content=np.concatenate(content),
-        media_moments=np.concatenate(moments),
+        media_parts=np.concatenate(parts),
     )
     return MeasuredRecords(np.asarray(usable, dtype=bool), sizes, animated, MediaStatus.joined(status))
 
@@ -295,7 +296,7 @@ def concatenated(parts: Sequence[SampleSizes]) -> SampleSizes:
         media_patches=np.concatenate([nothing, *(part.media_patches for part in parts)]),
         media_modality=_joined_modalities(parts),
         media_content=_joined([(part.media_content, len(part.media_rows)) for part in parts], unknown=-1),
-        media_moments=_joined([(part.media_moments, len(part.media_rows)) for part in parts], unknown=1),
+        media_parts=_joined([(part.media_parts, len(part.media_rows)) for part in parts], unknown=1),
     )
 
 

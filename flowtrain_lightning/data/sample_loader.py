@@ -86,7 +86,7 @@ class SampleLoader:
         number: int,
         rows: int,
         epoch: int,
-        moments: tuple[int, int] | None = None,
+        parts: tuple[int, int] | None = None,
     ) -> LoadedMedia:
         """One media item's patches.
 
@@ -96,7 +96,7 @@ class SampleLoader:
             number: the media item's number in the record.
             rows: how many rows of features the plan counts on, unless it is to be generated.
             epoch: the epoch, for augmentation.
-            moments: of a clip, from which to before which; None: all.
+            parts: moments of a clip or tiles of a picture, from which to before which; None: all.
 
         Raises:
             DataError: the media item cannot be decoded, or is another one than was measured.
@@ -105,12 +105,14 @@ class SampleLoader:
         try:
             if isinstance(item, VideoFile):
                 assert self.videos is not None, "who measures videos knows what becomes of them"
-                loaded = self.videos.load(item, moments)
+                loaded = self.videos.load(item, parts)
             elif isinstance(item, OwnMedia):
                 loaded = item.load()
             else:
                 augment = self._augmentation(sample, number, epoch)
                 loaded = self.images.load_pixels(item, augment, alone=len(record.media) == 1)
+            if parts is not None and parts[1] <= loaded.parts and not isinstance(item, VideoFile):
+                loaded = loaded.between(*parts)
         except MediaError as error:
             refuse_rewritten(item, number, record)
             raise unusable(item, record, error) from error

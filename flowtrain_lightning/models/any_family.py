@@ -44,6 +44,7 @@ class AnyVLM(HuggingFaceVLM):
     def __init__(self, model: str | Path | Mapping[str, Any] | Any, **settings: Any) -> None:
         super().__init__(model, **settings)
         self.traits = traits_of(read_config(self.hparams["model"]))
+        self.encodes_parts_apart = self.traits.apart and not self.traits.rotary  # positions are of whole images
         halves = {role: tuple(f"model.{path}" for path in paths) for role, paths in self.traits.halves.items()}
         halves["encoder"] += tuple(f"model.{_inside(path)}" for path in self.traits.loose)
         self.halves = halves

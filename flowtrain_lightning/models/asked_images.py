@@ -94,6 +94,10 @@ class AskedImages(ImageProcessor):
         """Rows of features, that is backbone tokens, of an image of a size in pixels."""
         return int(self.count(*size))
 
+    def tiles_in(self, grid: tuple[int, int], size: tuple[int, int]) -> int:
+        """Tiles of an image, where its values are theirs, one after another."""
+        return 1 if grid[1] > 1 else self.inputs.tiles_of(self.asked(*size))
+
     def values(self, image: Image, grid: tuple[int, int], size: tuple[int, int]) -> NDArray[np.float32]:
         """``[rows, patch_dim]`` what the encoder is given, one number after another."""
         if (image.height, image.width) != size:

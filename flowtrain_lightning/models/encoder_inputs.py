@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowtrain_lightning.data import PackedMedia
+from flowtrain_lightning.data.batch import Tiles
 
 Arguments = dict[str, Any]
 """Keyword arguments of ``get_image_features``."""
@@ -158,10 +159,19 @@ class AskedInputs:
     def of_items(self, media: PackedMedia) -> list[Arguments]:
         """The arguments for each media item, in order."""
         counts = media.grid.prod(dim=1).tolist()
-        return [
-            self._arguments(values, self.ask(*size))
-            for values, size in zip(torch.split(media.patches, counts), media.sizes, strict=True)
-        ]
+        items = zip(torch.split(media.patches, counts), media.sizes, media.tiles or [None] * len(counts), strict=True)
+        return [self._arguments(values, _between(self.ask(*size), tiles)) for values, size, tiles in items]
+
+    def tiles_of(self, asked: Mapping[str, Any]) -> int:
+        """Tiles of an image; 1 where its values are those of something else, too.
+
+        Args:
+            asked: all that the processor gives for it.
+        """
+        given = {name: asked[name] for name in self.names if isinstance(asked.get(name), Tensor)}
+        pixels = [each for each in given.values() if each.is_floating_point()]
+        along = tile_dimension(pixels[0])
+        return int(pixels[0].shape[along]) if len(pixels) == 1 and along >= 0 else 1
 
     def _arguments(self, values: Tensor, asked: Mapping[str, Tensor]) -> Arguments:
         found: Arguments = {}
@@ -176,3 +186,19 @@ class AskedInputs:
             else:
                 found[name] = like
         return found
+
+
+def tile_dimension(pixels: Tensor) -> int:
+    """The dimension of tiles: before channels, height and width; negative where there is none."""
+    return pixels.ndim - 4
+
+
+def _between(asked: Mapping[str, Any], tiles: Tiles | None) -> Mapping[str, Any]:
+    """What a processor gives for some tiles of an image."""
+    if tiles is None or not tiles.before + tiles.behind:
+        return asked
+    along = tile_dimension(asked["pixel_values"])
+    return {
+        name: each.narrow(along, tiles.before, tiles.number) if isinstance(each, Tensor) and each.ndim > along else each
+        for name, each in asked.items()
+    }

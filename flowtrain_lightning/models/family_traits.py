@@ -33,6 +33,7 @@ class Traits:
         names: what ``get_image_features`` takes of images.
         made_up: they were found with pictures in patches, not with those of an image processor.
         together: images are encoded in one call, each as if it were alone.
+        apart: so are tiles of an image.
         sight: which tokens see which.
     """
 
@@ -43,6 +44,7 @@ class Traits:
     names: tuple[str, ...]
     made_up: bool
     together: bool
+    apart: bool
     sight: Sight
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.models.built_twin import Twin, twin_of
-from flowtrain_lightning.models.encoder_inputs import Arguments, joined
+from flowtrain_lightning.models.encoder_inputs import Arguments, joined, tile_dimension
 from flowtrain_lightning.models.family_traits import (
     Traits,
     as_encoder_output,
@@ -70,6 +70,7 @@ def _of_twin(twin: Twin) -> Traits:
         made_up=twin.made_up,
         rotary=hasattr(whole, "get_rope_index"),
         together=_together(whole, [picture.arguments for picture in pictures], levels),
+        apart=_apart(whole, [picture.arguments for picture in pictures], levels),
         sight="packed",
     )
     return replace(traits, sight=sight_of(model, config, traits, twin_samples(config, pictures)))
@@ -106,7 +107,21 @@ def _together(whole: Any, arguments: Sequence[Arguments], apart: Sequence[tuple[
         found = rows_of(whole.get_image_features(**joined(arguments), return_dict=True))
     except Exception:  # whatever a tower raises of images of unlike sizes
         return False
-    expected = [torch.cat(level) for level in zip(*apart, strict=True)]
+    return _equal(found, [torch.cat(level) for level in zip(*apart, strict=True)])
+
+
+def _apart(whole: Any, arguments: Sequence[Arguments], apart: Sequence[tuple[Tensor, ...]]) -> bool:
+    """Whether tiles of one image have the features that each has alone: those of all images, put into one."""
+    along = tile_dimension(arguments[0]["pixel_values"])
+    try:
+        image = {name: torch.cat([each[name] for each in arguments], dim=along) for name in arguments[0]}
+        found = rows_of(whole.get_image_features(**image, return_dict=True))
+    except Exception:  # whatever a tower raises that takes no tiles
+        return False
+    return along >= 0 and _equal(found, [torch.cat(level) for level in zip(*apart, strict=True)])
+
+
+def _equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(
         one.shape == other.shape and bool((one - other).abs().max() <= _EQUAL * other.abs().max())
         for one, other in zip(found, expected, strict=True)

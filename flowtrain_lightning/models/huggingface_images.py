@@ -58,6 +58,10 @@ class HuggingFaceImages(ImageProcessor):
         header = read_header(file)
         return self.tiles(header.height, header.width)
 
+    def tiles_in(self, grid: tuple[int, int], size: tuple[int, int]) -> int:
+        """Tiles of an image, that of the whole one among them."""
+        return grid[0] // super().size(*size)[0]
+
     def size(self, height: int, width: int, *, alone: bool = True) -> tuple[int, int]:
         """Height and width in patches of all tiles of an image of ``height x width`` pixels.
 

@@ -24,6 +24,7 @@ class InternVLM(HuggingFaceVLM):
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
     projector: ClassVar[tuple[str, ...]] = ("model.model.multi_modal_projector",)
+    encodes_parts_apart = True
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Tiles -> ``[sum(media.rows), width]``: a row of features per token, tile after tile."""

@@ -34,7 +34,7 @@ class QwenVLM(HuggingFaceVLM):
         "backbone": ("model.model.language_model", "model.lm_head"),
     }
     projector: ClassVar[tuple[str, ...]] = ("model.model.visual.merger", "model.model.visual.deepstack_merger_list")
-    encodes_moments_apart: ClassVar[bool] = True
+    encodes_parts_apart = True
 
     def configure_whole(self) -> None:
         """Builds the model; its tower attends within all images of an encoder batch at once."""

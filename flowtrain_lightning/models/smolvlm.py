@@ -27,6 +27,7 @@ class SmolVLM(HuggingFaceVLM):
         "backbone": ("model.model.text_model", "model.lm_head"),
     }
     projector: ClassVar[tuple[str, ...]] = ("model.model.connector.modality_projection",)
+    encodes_parts_apart = True
 
     def encode(self, media: PackedMedia) -> Tensor:
         """Tiles -> ``[sum(media.rows), width]``: a row of features per token, tile after tile."""

@@ -54,9 +54,10 @@ class SampleSizes:
         media_modality: ``[media items]`` the modality of each, for example ``"audio"``; None where all are images.
         media_content: ``[media items]`` equal numbers for equal content, which is encoded once a step; -1 where it is
             not known. None where it is of none.
-        media_moments: ``[media items]`` moments of each clip, 1 of an image; None where nothing is known of clips.
-        media_pieces: ``[media items, 3]`` of media items that are pieces of clips, see `in_pieces`: number of the whole
-            one in its sample, its first moment, and the moment behind its last. None where media items are whole.
+        media_parts: ``[media items]`` moments of a clip, tiles of a picture, 1 of what is in one part; None where
+            nothing is known of parts.
+        media_pieces: ``[media items, 3]`` of media items that are pieces, see `in_pieces`: number of the whole one in
+            its sample, its first part, and the part behind its last. None where media items are whole.
     """
 
     tokens: IntArray
@@ -66,7 +67,7 @@ class SampleSizes:
     media_patches: IntArray
     media_modality: NameArray | None = None
     media_content: IntArray | None = None
-    media_moments: IntArray | None = None
+    media_parts: IntArray | None = None
     media_pieces: IntArray | None = None
 
     def __len__(self) -> int:
@@ -74,7 +75,7 @@ class SampleSizes:
 
     @property
     def media_items(self) -> int:
-        """How many media items there are, a clip in several pieces once."""
+        """How many media items there are, one in several pieces once."""
         if self.media_pieces is None:
             return len(self.media_rows)
         return int(np.count_nonzero(self.media_pieces[:, 1] == 0))
@@ -124,7 +125,7 @@ class SampleSizes:
             media_patches=self.media_patches[media],
             media_modality=None if self.media_modality is None else self.media_modality[media],
             media_content=None if self.media_content is None else self.media_content[media],
-            media_moments=None if self.media_moments is None else self.media_moments[media],
+            media_parts=None if self.media_parts is None else self.media_parts[media],
             media_pieces=None if self.media_pieces is None else self.media_pieces[media],
         )
 

@@ -23,13 +23,13 @@ from flowtrain_lightning.packing_check.checked_module import (
     default_dtype,
     freeze_batch_norms,
 )
-from flowtrain_lightning.packing_check.clip_moments import moments_finding
 from flowtrain_lightning.packing_check.conditional_modules import conditional_modules
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
 from flowtrain_lightning.packing_check.machine import CPU, made_on, many_threads, memory_given_back
+from flowtrain_lightning.packing_check.media_parts import parts_finding
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
 from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT
@@ -140,8 +140,8 @@ def _report(
             inside.enter_context(torch.compiler.set_stance("force_eager"))
         for modality in samples.modalities:
             _check_encoder(passes, modality, items := samples.of_modality(modality), features, report)
-            if copied.encodes_moments_apart and not any(finding.kind == "random" for finding in report.findings):
-                report.findings += filter(None, [moments_finding(passes, items, features)])
+            if copied.encodes_parts_apart and not any(finding.kind == "random" for finding in report.findings):
+                report.findings += filter(None, [parts_finding(passes, items, features)])
         _check_backbone(passes, range(len(samples.samples)), features, report)
         with suppress(Exception):  # they are told of where training meets them
             report.conditional = conditional_modules(passes, samples, features)

@@ -11,7 +11,7 @@ Coupling = Literal["random", "batch_norm", "encode", "backbone", "loss"]
 
 COUPLINGS: tuple[str, ...] = get_args(Coupling)
 
-Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "sum", "labels", "moments"]
+Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "sum", "labels", "parts"]
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,11 @@ ENCODE_DIFFERS = (
     "encode: the features of a media item, or gradients through them, depend on what else is in its encoder batch "
     "({difference}). Compute each item by itself, within the bounds in media.cu_seqlens and media.grid."
 )
-MOMENTS_DIFFER = (
-    "encode: it gives for the moments of a clip one by one other rows than within the clip ({error:.1e} off), but "
-    "encodes_moments_apart says that it does not. Keep attention and norms within media.cu_seqlens, which bounds each "
-    "moment, and take places in time from Clip.before; or leave encodes_moments_apart out, and clips stay whole."
+PARTS_DIFFER = (
+    "encode: it gives for the moments of a clip, or tiles of a picture, one by one other rows than within the whole "
+    "({error:.1e} off), but encodes_parts_apart says that it does not. Keep attention and norms within a part (moments "
+    "have their bounds in media.cu_seqlens), and take places from Clip.before or Tiles.before; or leave "
+    "encodes_parts_apart out, and media stay whole."
 )
 BACKBONE_MIXES = (
     "merge or backbone: a sample sees the tokens of others in its microbatch ({difference}). Keep attention within "

@@ -127,21 +127,21 @@ class Passes:
         found.gradients = self._gradients()
         return found, features
 
-    def moments_of(self, item: Item) -> int:
-        """Moments of a media item: 1 of an image."""
-        clip = self._samples.loaded(item).clip
-        return 1 if clip is None else clip.moments
+    def parts_of(self, item: Item) -> int:
+        """Parts of a media item that may be taken apart."""
+        loaded = self._samples.loaded(item)
+        return 1 if loaded.rows % loaded.parts else loaded.parts
 
-    def encode_moments(self, items: Sequence[Item]) -> FeaturesOfItems:
-        """Encodes clips with each moment as a media item, all in one forward; the rows of each clip."""
-        moments = [
-            loaded.moments(number, number + 1)
+    def encode_parts(self, items: Sequence[Item]) -> FeaturesOfItems:
+        """Encodes media with each part as an item of its own, all in one forward; the rows of each whole one."""
+        parts = [
+            loaded.between(number, number + 1)
             for item in items
             for loaded in [self._samples.loaded(item)]
-            for number in range(self.moments_of(item))
+            for number in range(self.parts_of(item))
         ]
         with torch.no_grad():
-            tensors = self._encoded(pack_media(moments))
+            tensors = self._encoded(pack_media(parts))
         rows = [self._samples.loaded(item).rows for item in items]
         of_items = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
         return dict(zip(items, of_items, strict=True))

@@ -160,10 +160,10 @@ def choose(sizes: SampleSizes, largest: int = 0) -> list[int]:
         owners = set(sizes.media_sample[sizes.of_modality(modality)].tolist())
         if not owners.intersection(chosen):
             take(number for number in ordered if number in owners)
-    if sizes.media_moments is not None:
-        clips = set(sizes.media_sample[sizes.media_moments > 1].tolist())
-        if not clips.intersection(chosen):
-            take(number for number in ordered if number in clips)
+    if sizes.media_parts is not None:
+        in_parts = set(sizes.media_sample[sizes.media_parts > 1].tolist())
+        if not in_parts.intersection(chosen):
+            take(number for number in ordered if number in in_parts)
     while len(chosen) < min(_SAMPLES, len(ordered)):
         lengths = {int(sizes.tokens[number]) for number in chosen}
         unlike = [number for number in ordered if int(sizes.tokens[number]) not in lengths]

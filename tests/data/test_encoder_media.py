@@ -49,7 +49,7 @@ def test_padding_is_the_first_moment_of_a_clip(steps: StepDataset) -> None:
 def test_pieces_of_a_clip_are_together_its_patches(steps: StepDataset) -> None:
     whole = replace(steps, shard=shard_of(1, 1, encoder=0)).load(0, 0)
     budget = 8 * int(whole.plan.sizes.media_patches.max()) // 4  # a piece of one moment
-    cut = replace(steps, cuts_clips=True, packing=replace(steps.packing, encoder_budget=budget))
+    cut = replace(steps, cuts_media=True, packing=replace(steps.packing, encoder_budget=budget))
     ranks = [replace(cut, shard=shard_of(2, 1, encoder=rank)).load(0, 0) for rank in range(2)]
     assert ranks[0].plan.sizes.media_items == 2
     found = {}
@@ -71,7 +71,7 @@ def test_the_features_of_a_piece_are_kept_by_its_clip_and_moments(steps: StepDat
     store.open()
     patches = int(steps.plan(0, 0).sizes.media_patches.max())
     packing = replace(steps.packing, encoder_budget=8 * patches // 4)
-    cut = replace(steps, cuts_clips=True, packing=packing, stores={"encoder": store}, shard=shard_of(1, 1, encoder=0))
+    cut = replace(steps, cuts_media=True, packing=packing, stores={"encoder": store}, shard=shard_of(1, 1, encoder=0))
     (first,) = (media.kept for media in cut.load(0, 0).media["encoder"])
     assert len(set(first.items)) == 8
     assert {item.rpartition("-")[2] for item in first.items} == {"1", "2", "3", "4"}

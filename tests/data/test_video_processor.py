@@ -85,7 +85,7 @@ def test_some_moments_of_a_video_are_loaded_as_they_are_in_the_whole(tmp_path):
     write_clip(tmp_path / "a.mkv", 8, 4, 8, 2)
     video = VideoFile(tmp_path / "a.mkv")
     whole, part = VIDEOS.load(video), VIDEOS.load(video, (1, 3))
-    same = whole.moments(1, 3)
+    same = whole.between(1, 3)
     assert part._replace(pixels=None) == same._replace(pixels=None)
     np.testing.assert_array_equal(part.pixels, same.pixels)
     assert part.clip == whole.clip._replace(moments=2, before=1, behind=1)

@@ -58,7 +58,7 @@ class Samples:
 
 
 def moments_of(item: LoadedMedia) -> list[LoadedMedia]:
-    return [item.moments(number, number + 1) for number in range(1 if item.clip is None else item.clip.moments)]
+    return [item.between(number, number + 1) for number in range(item.parts)]
 
 
 def patches_for_hugging_face(items: Sequence[LoadedMedia]) -> tuple[Tensor, Tensor]:

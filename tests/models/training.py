@@ -55,6 +55,7 @@ def train(
     muon: bool = False,
     resumes: str | None = None,
     saves_after: int = STEPS,
+    encoder_budget: int | None = None,
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and all checkpoints.
 
@@ -74,6 +75,8 @@ def train(
         "images": chosen.images,
         "token_budget": 160 if family.removesuffix(BY_ANY) in FAMILIES else 512,
     }
+    if encoder_budget is not None:
+        images["encoder_budget"] = encoder_budget
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
     trainer = trainer_for(

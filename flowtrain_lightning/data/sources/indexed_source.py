@@ -120,7 +120,7 @@ class IndexedSource:
             tokens[number], targets[number], media[number] = len(sequence), sequence.targets, len(sequence.media_rows)
         kept = np.arange(len(sizes.media_rows)) - sizes.media_start[sizes.media_sample] < media[sizes.media_sample]
         start = np.concatenate([[0], np.cumsum(media)]).astype(np.int64)
-        told = {name: getattr(sizes, name) for name in ("media_content", "media_moments", "media_modality")}
+        told = {name: getattr(sizes, name) for name in ("media_content", "media_parts", "media_modality")}
         of_kept = {name: None if numbers is None else numbers[kept] for name, numbers in told.items()}
         cut = SampleSizes(tokens, targets, start, sizes.media_rows[kept], sizes.media_patches[kept], **of_kept)
         # A prompt has no target to begin with.

@@ -231,5 +231,5 @@ class StreamSource:
             media_rows=sizes.media_rows[:media],
             media_patches=sizes.media_patches[:media],
             media_content=None if sizes.media_content is None else sizes.media_content[:media],
-            media_moments=None if sizes.media_moments is None else sizes.media_moments[:media],
+            media_parts=None if sizes.media_parts is None else sizes.media_parts[:media],
         )

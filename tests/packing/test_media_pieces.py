@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.packing.clip_pieces import in_pieces, whole_items
+from flowtrain_lightning.packing.media_pieces import in_pieces, whole_items
 from tests.packing.sizes import PATCHES_PER_ROW, make_sizes
 
 CLIPS = st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=3), max_size=12)
@@ -19,7 +19,7 @@ CLIPS = st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_s
 def sizes_of(samples: list[list[tuple[int, int]]]) -> SampleSizes:
     sizes = make_sizes(*((5, [moments * rows for moments, rows in clips]) for clips in samples))
     moments = np.array([moments for clips in samples for moments, _ in clips], dtype=np.int64)
-    return replace(sizes, media_moments=moments, media_content=np.arange(len(moments)) % 3 - 1)
+    return replace(sizes, media_parts=moments, media_content=np.arange(len(moments)) % 3 - 1)
 
 
 @given(CLIPS, st.integers(1, 60))
@@ -33,18 +33,18 @@ def test_pieces_of_a_clip_follow_each_other_and_are_together_the_clip(samples, m
     if cut.media_pieces is None:
         assert cut is sizes
         return
-    of_moment = cut.media_patches // cut.media_moments
+    of_moment = cut.media_patches // cut.media_parts
     assert (cut.media_patches <= np.maximum(most, of_moment)).all(), "no piece is larger, save one moment by itself"
     sample = cut.media_sample
     for number in range(len(cut.media_rows)):
         item, begin, end = cut.media_pieces[number].tolist()
         whole = int(sizes.media_start[sample[number]]) + item
-        assert end - begin == cut.media_moments[number] > 0
+        assert end - begin == cut.media_parts[number] > 0
         assert cut.media_rows[number] * PATCHES_PER_ROW == cut.media_patches[number]
         follows = number > 0 and sample[number - 1] == sample[number] and cut.media_pieces[number - 1][0] == item
         assert begin == (cut.media_pieces[number - 1][2] if follows else 0)
         if number + 1 == len(sample) or tuple(cut.media_pieces[number + 1][:1]) != (item,):
-            assert end == sizes.media_moments[whole] or sample[number + 1] != sample[number]
+            assert end == sizes.media_parts[whole] or sample[number + 1] != sample[number]
 
 
 def test_pieces_are_alike_where_clip_and_moments_are():
@@ -60,4 +60,4 @@ def test_pieces_are_alike_where_clip_and_moments_are():
 def test_images_and_short_clips_stay_whole():
     sizes = sizes_of([[(1, 30)], [(3, 1)]])
     assert in_pieces(sizes, 4 * 3) is sizes
-    assert in_pieces(replace(sizes, media_moments=None), 1).media_pieces is None
+    assert in_pieces(replace(sizes, media_parts=None), 1).media_pieces is None

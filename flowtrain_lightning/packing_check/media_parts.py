@@ -1,4 +1,4 @@
-"""Whether `encode` takes the moments of a clip apart, as a module says of itself: only then are clips cut in pieces."""
+"""Whether `encode` takes moments and tiles apart, as a module says of itself: only then are media cut in pieces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flowtrain_lightning.packing_check.samples import Item
 _EXACT_IN_FLOAT32 = 1e-4
 
 
-def moments_finding(passes: Passes, items: Sequence[Item], features: FeaturesOfItems) -> Finding | None:
-    """Compares the rows of every moment, each a media item, with those that `encode` gives within the clip.
+def parts_finding(passes: Passes, items: Sequence[Item], features: FeaturesOfItems) -> Finding | None:
+    """Compares the rows of every part, each a media item, with those that `encode` gives within the whole.
 
     Args:
         passes: of the module.
@@ -24,15 +24,15 @@ def moments_finding(passes: Passes, items: Sequence[Item], features: FeaturesOfI
         features: of each of them alone.
 
     Returns:
-        what to say where they differ; None where they are alike, or nothing is a clip.
+        what to say where they differ; None where they are alike, or nothing has several parts.
     """
-    clips = [item for item in items if passes.moments_of(item) > 1]
-    if not clips:
+    several = [item for item in items if passes.parts_of(item) > 1]
+    if not several:
         return None
     tolerance = EXACT if passes.dtype == torch.float64 else _EXACT_IN_FLOAT32
     error = 0.0
-    for item, rows in passes.encode_moments(clips).items():
+    for item, rows in passes.encode_parts(several).items():
         for found, expected in zip(rows, features[item], strict=True):
             largest = max(float(expected.abs().max()), 1e-30)
             error = max(error, float((found - expected).abs().max()) / largest)
-    return Finding("moments", say.MOMENTS_DIFFER.format(error=error)) if error > tolerance else None
+    return Finding("parts", say.PARTS_DIFFER.format(error=error)) if error > tolerance else None
