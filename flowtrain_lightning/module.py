@@ -28,6 +28,8 @@ from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
+from flowtrain_lightning.parallel.stage_cut import StageCut, cut_half, drop_other_stages
+from flowtrain_lightning.parallel.stage_forward import StageForward
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
@@ -124,6 +126,8 @@ class FlowModule(L.LightningModule):
         super().__init__()
         self._given_roles: tuple[str, ...] | None = None  # all
         self._in_parts: tuple[str, ...] = ()
+        self._given_stage: tuple[int, int] | None = None  # of the trunk, and how many it has
+        self._staged: StageForward | None = None
         self._built: tuple[str, ...] | None = None
         self._unfilled: dict[str, UnfilledWeights] = {}
         self._runner: StepRunner | None = None
@@ -344,6 +348,7 @@ class FlowModule(L.LightningModule):
         if self._built is None or self._unfilled:
             self._unfilled = build_halves(self, self._local_roles, self._in_parts)
             check_halves(self)
+            self._cut_stage()
             self._built = self._local_roles
         elif not set(self._local_roles) <= set(self._built):
             raise RuntimeError(
@@ -462,9 +467,49 @@ class FlowModule(L.LightningModule):
         """The roles whose halves this rank holds."""
         return self.role_graph.roles if self._given_roles is None else self._given_roles
 
-    def set_local_roles(self, roles: tuple[str, ...] | None, in_parts: tuple[str, ...] = ()) -> None:
-        """The strategy says which halves this rank holds (None: all), and of which of them a part only."""
-        self._given_roles, self._in_parts = roles, in_parts
+    def set_local_roles(
+        self,
+        roles: tuple[str, ...] | None,
+        in_parts: tuple[str, ...] = (),
+        stage: tuple[int, int] | None = None,
+    ) -> None:
+        """The strategy says which halves this rank holds (None: all), and of which of them a part only.
+
+        Args:
+            roles: of this rank.
+            in_parts: those of which it holds a part only.
+            stage: which stage of the trunk it holds, of how many; None where it is not in stages, or not here.
+        """
+        self._given_roles, self._in_parts, self._given_stage = roles, in_parts, stage
+
+    @property
+    def staged(self) -> StageForward | None:
+        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+        return self._staged
+
+    @property
+    def held_stage(self) -> StageCut | None:
+        """The part of the trunk that this rank's stage holds."""
+        return None if self._staged is None else self._staged.cut
+
+    def _cut_stage(self) -> None:
+        """Gives up what other stages hold.
+
+        Raises:
+            RuntimeError: it was cut for another stage before.
+        """
+        if self._given_stage is None:
+            return
+        if self._staged is None:
+            cut = cut_half(self, self.role_graph.trunk, *self._given_stage)
+            drop_other_stages(self, cut)
+            self._staged = StageForward(self, cut)
+        elif (self._staged.cut.stage, self._staged.cut.stages) != self._given_stage:
+            raise RuntimeError(
+                f"This {type(self).__name__} holds stage {self._staged.cut.stage} of {self._staged.cut.stages} of an "
+                "earlier run, but another one is needed now. Load it from a checkpoint: "
+                f"{type(self).__name__}.load_from_checkpoint(PATH)."
+            )
 
     @property
     def holds_parts(self) -> bool:
@@ -483,6 +528,7 @@ class FlowModule(L.LightningModule):
     def drop_absent_roles(self) -> None:
         """Before others train them: what this rank had of them, if it was whole, would become stale."""
         drop_absent_roles(self, self._local_roles)
+        self._cut_stage()
         self._built = self._local_roles
 
     def encoder_fingerprint(self, role: str) -> str:

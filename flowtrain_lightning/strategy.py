@@ -46,7 +46,7 @@ from flowtrain_lightning.runtime.process_end import die_with_parent, remove_faul
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.trainer.epoch_left import EpochLeft
-from flowtrain_lightning.trainer.half_engines import HalfEngines
+from flowtrain_lightning.trainer.half_engines import HalfEngines, move_halves
 from flowtrain_lightning.trainer.kinds_of_weights import stepping_by_kind
 from flowtrain_lightning.trainer.launcher import RankLauncher
 from flowtrain_lightning.trainer.layout_invariance import not_layout_invariant
@@ -251,7 +251,8 @@ class FlowTrainStrategy(RoleCheckpoints):
         layouts = self._job.allocation.layouts
         if self.root_device.type == "cpu" and any(layouts[role].gathers_weights for role in self._job.roles):
             give_back_freed_memory()
-        module.set_local_roles(self._job.roles, tuple(r for r in self._job.roles if layouts[r].shares_weights))
+        in_parts = tuple(role for role in self._job.roles if layouts[role].divides_weights)
+        module.set_local_roles(self._job.roles, in_parts, self._job.stage)
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:
@@ -318,9 +319,7 @@ class FlowTrainStrategy(RoleCheckpoints):
 
     def model_to_device(self) -> None:
         """Moves the halves that live on this rank; the others have no memory to move."""
-        filled = [role for role in self.job.roles if role not in self.flow_module.unfilled]
-        with without_absent_halves(self.flow_module, filled):
-            self.flow_module.to(self.root_device)
+        move_halves(self.flow_module, self.job, self.root_device)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """The user's optimizers, less the parameters of absent halves."""

@@ -135,6 +135,7 @@ class Allocation:
             colocated={role: tuple(pairs) for role, pairs in shared.items()},
             meets=self.meets,
             producers_per_rank=max(works.values()),
+            stages=self.layouts[self.trunk].pipeline,
         )
 
     @property
@@ -168,15 +169,31 @@ class Allocation:
     def members(self, role: str) -> tuple[tuple[int, ...], ...]:
         """The global ranks of each data-parallel member of a role, which work on the same samples.
 
-        Neighbours are together: of tensor ranks first, then of context ranks.
+        Neighbours are together: of tensor ranks first, then of context ranks. Ranks of one stage come before those of
+        the next.
         """
-        ranks, size = self.ranks[role], self.layouts[role].ranks_of_member
+        stages = [self.members_in_stage(role, stage) for stage in range(self.layouts[role].pipeline)]
+        return tuple(tuple(chain(*of_member)) for of_member in zip(*stages, strict=True))
+
+    def members_in_stage(self, role: str, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each data-parallel member of a role that hold the layers of one stage."""
+        ranks, size = self.stage_ranks(role, stage), self.layouts[role].ranks_of_stage
         return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
+
+    def stage_ranks(self, role: str, stage: int) -> tuple[int, ...]:
+        """The global ranks that hold the layers of one stage of a role."""
+        count = len(self.ranks[role]) // self.layouts[role].pipeline
+        return self.ranks[role][stage * count : (stage + 1) * count]
+
+    def stage_of(self, role: str, rank: int) -> int:
+        """The stage of ``role`` whose layers global ``rank`` holds; 0 where it has no lane for the role."""
+        within = self.rank_within(role, rank)
+        return 0 if within is None else within * self.layouts[role].pipeline // len(self.ranks[role])
 
     def member_of(self, role: str, rank: int) -> int | None:
         """The data-parallel member of ``role`` that global ``rank`` belongs to, or None where it has no lane for it."""
-        within = self.rank_within(role, rank)
-        return None if within is None else within // self.layouts[role].ranks_of_member
+        within, layout = self.rank_within(role, rank), self.layouts[role]
+        return None if within is None else within // layout.ranks_of_stage % layout.data
 
     def rank_within(self, role: str, rank: int) -> int | None:
         """The index of global ``rank`` among the ranks of ``role``, or None where it has no lane for that role."""

@@ -42,7 +42,7 @@ class Layout:
     Attributes:
         data: copies of the role that work on different samples.
         tensor: ranks that share every layer.
-        pipeline: ranks that each hold some of the layers.
+        pipeline: stages, whose ranks each hold some of the layers.
         context: ranks that share every sequence.
         shard: how the data-parallel ranks hold the weights.
         replicas: groups into which the data-parallel ranks are divided, neighbours together. Weights are sharded
@@ -105,9 +105,14 @@ class Layout:
         return self.ranks // self.data
 
     @property
+    def ranks_of_stage(self) -> int:
+        """Those of one data-parallel member that hold the same layers."""
+        return self.tensor * self.context
+
+    @property
     def ranks_of_shard_group(self) -> int:
         """Ranks that need each other to compute, and so must work in one order; others may hold copies of the same."""
-        return self.ranks_of_member * (self.meets.members if self.meets_in_forwards else 1)
+        return self.ranks_of_stage * (self.meets.members if self.meets_in_forwards else 1)
 
     @property
     def gathers_weights(self) -> bool:
@@ -128,12 +133,12 @@ class Layout:
     def meets(self) -> Meeting:
         """The ranks that need each other in a pass: to gather weights, to trade rows with experts, to sum gradients."""
         if self.gathers_weights:
-            return Meeting(self.ranks_of_member, self.data // self.replicas, ("forward", "backward"))
+            return Meeting(self.ranks_of_stage, self.data // self.replicas, ("forward", "backward"))
         if self.expert > 1:
-            return Meeting(self.ranks_of_member, self.expert, ("forward", "backward"))
+            return Meeting(self.ranks_of_stage, self.expert, ("forward", "backward"))
         if self.shard == "deepspeed-2":
-            return Meeting(self.ranks_of_member, self.data, ("backward",))
-        return Meeting(self.ranks_of_member)
+            return Meeting(self.ranks_of_stage, self.data, ("backward",))
+        return Meeting(self.ranks_of_stage)
 
     @property
     def meets_in_forwards(self) -> bool:
@@ -143,7 +148,12 @@ class Layout:
     @property
     def shares_weights(self) -> bool:
         """A rank needs others to compute a layer, so that they must work in one order."""
-        return self.gathers_weights or self.ranks_of_member > 1 or self.expert > 1
+        return self.gathers_weights or self.ranks_of_stage > 1 or self.expert > 1
+
+    @property
+    def divides_weights(self) -> bool:
+        """A rank holds a part only of the role's weights."""
+        return self.shares_weights or self.pipeline > 1
 
     @property
     def is_whole_copies(self) -> bool:
@@ -167,6 +177,7 @@ class RoleLayout:
         replicas: groups of ranks that each hold all weights, see `Layout`.
         recompute: what a backward computes again.
         tensor: ranks that share every layer, see `Layout`.
+        pipeline: stages, each of some of the layers, see `Layout`.
         context: ranks that share every sequence, see `Layout`.
         expert: data ranks among which a mixture's experts are divided, see `Layout`.
         offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
@@ -180,12 +191,13 @@ class RoleLayout:
     replicas: int = 1
     recompute: Recompute = "none"
     tensor: int = 1
+    pipeline: int = 1
     context: int = 1
     expert: int = 1
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("replicas", "tensor", "context", "expert"), 1)
+        least = dict.fromkeys(("replicas", "tensor", "pipeline", "context", "expert"), 1)
         check_settings(self, least=least, error=AllocationError)
 
     def over(self, ranks: int) -> Layout:
@@ -194,15 +206,17 @@ class RoleLayout:
         Raises:
             AllocationError: they cannot be divided so.
         """
-        together = self.tensor * self.context
+        together = self.tensor * self.pipeline * self.context
         if together < 1 or ranks % together:
+            pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
             raise AllocationError(
-                f"{count_ranks(ranks)} cannot be divided into groups of tensor {self.tensor} x context {self.context}; "
-                "the product must divide the number of ranks."
+                f"{count_ranks(ranks)} cannot be divided into groups of tensor {self.tensor}{pipeline} x context "
+                f"{self.context}; the product must divide the number of ranks."
             )
         return Layout(
             ranks // together,
             self.tensor,
+            self.pipeline,
             context=self.context,
             shard=self.shard,
             replicas=self.replicas,

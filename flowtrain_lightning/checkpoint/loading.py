@@ -31,7 +31,7 @@ from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
 from flowtrain_lightning.parallel.deepspeed_partition import held_state
 from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+from flowtrain_lightning.parallel.halves import HalvedModule, absent_names, role_of
 from flowtrain_lightning.parallel.messages import decode_message
 from flowtrain_lightning.parallel.random_streams import global_seed, restore_random_states
 from flowtrain_lightning.parallel.regions import (
@@ -83,7 +83,7 @@ def load_checkpoint(
         checkpoint = _read_dictionary(
             path,
             index,
-            lambda name: role_of(name, module.halves) in roles,
+            lambda name: role_of(name, module.halves) in roles and name not in absent_names(module),
             weights_only,
             optimizers=resumes,
             layouts=held_state(module),
@@ -110,7 +110,8 @@ def load_half(module: HalvedModule, saved: Mapping[str, Any], roles: Collection[
         RuntimeError: the checkpoint is not of this module.
     """
     known = held_state(module)
-    own = {name for name in known if role_of(name, module.halves) in (None, *roles)}
+    absent = absent_names(module)
+    own = {name for name in known if role_of(name, module.halves) in (None, *roles) and name not in absent}
     missing, unknown = sorted(own - saved.keys()), sorted(saved.keys() - known.keys())
     if strict and (missing or unknown):
         raise RuntimeError(

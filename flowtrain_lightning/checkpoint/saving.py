@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,7 @@ def share_out(
     refuse_unseen(temporary, cross)
     states = cross.gather_messages(random_states())
     own = _take_halves(checkpoint, halves, allocation, cross.rank)
-    firsts = {role: allocation.ranks[role][0] for role in own}
-    mine = _share_out(own, {f"{kind}.{name}" for kind in WEIGHTS for name in buffers}, firsts, cross)
+    mine = _share_out(own, {f"{kind}.{name}" for kind in WEIGHTS for name in buffers}, cross)
     values = {role: {key: value for key, value in own[role].items() if key in mine} for role in own}
     return RankPart(path, temporary, cross.rank, values, checkpoint, states)
 
@@ -176,18 +175,15 @@ def _take_halves(
     return own
 
 
-def _share_out(
-    own: dict[str, dict[str, Any]], buffers: Collection[str], firsts: Mapping[str, int], cross: CrossGroup
-) -> set[str]:
+def _share_out(own: dict[str, dict[str, Any]], buffers: Collection[str], cross: CrossGroup) -> set[str]:
     """Selects what this rank writes: of ranks that hold a value, or a part of a tensor, alike, one does.
 
-    Which one follows from the key, so that they share the work. Buffers are those of the role's first rank: forwards
-    may have written them, on every rank otherwise.
+    Which one follows from the key, so that they share the work. Buffers are those of the first rank that holds them,
+    of its role or stage: forwards may have written them, on every rank otherwise.
 
     Args:
         own: role -> key -> value.
         buffers: keys of buffers.
-        firsts: role -> its first rank.
         cross: all ranks.
     """
     held: dict[str, Any] = {}
@@ -195,9 +191,11 @@ def _share_out(
         for key, value in value_of.items():
             held[key] = _place(value)
     of_ranks = [json.loads(text) for text in cross.gather_messages(json.dumps(held))]
-    mine = {key for role, value_of in own.items() if firsts[role] == cross.rank for key in value_of if key in buffers}
+    mine = set()
     for key, region in held.items():
         if key in buffers:
+            if cross.rank == next(rank for rank, other in enumerate(of_ranks) if key in other):
+                mine.add(key)
             continue
         holders = [rank for rank, other in enumerate(of_ranks) if key in other and other[key] == region]
         if holders[zlib.crc32(key.encode()) % len(holders)] == cross.rank:

@@ -94,8 +94,11 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
 
 
 def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated") -> bool:
-    """Whether training runs a role in a layout, in a placement."""
-    return _runs(role, layout, tuple(problems), placement) and _suits(layout, problems) is None
+    """Whether training runs a role in a layout, in a placement, and steps of it can be played.
+
+    Stages run, but nothing plays them: they are not recommended on a model of their time alone.
+    """
+    return layout.pipeline == 1 and _runs(role, layout, tuple(problems), placement) and _suits(layout, problems) is None
 
 
 def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:

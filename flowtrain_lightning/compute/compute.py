@@ -19,13 +19,16 @@ from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
+from flowtrain_lightning.compute.stage_step import HiddenStates, StageStep
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
+from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.parallel.random_streams import enter_stream
+from flowtrain_lightning.parallel.stage_forward import StageForward
 
 _COPY_STREAMS = 4
 _NOTHING = nullcontext()
@@ -40,6 +43,10 @@ def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
 
 class UserMethods(HalvedModule, Protocol):
     """The methods of the user's module that a step calls; `FlowModule` has them."""
+
+    @property
+    def staged(self) -> StageForward | None:
+        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Packed media of one modality -> features."""
@@ -105,6 +112,8 @@ class Compute:
         self._trunk = module.role_graph.trunk
         self._generated = module.role_graph.generated
         self._context_check = self._make_context_check()
+        staged = module.staged
+        self._backbone_step = module.backbone_step if staged is None else StageStep(module.backbone_step, staged)
         self._kept = KeptFeatures(module)
 
     def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
@@ -148,10 +157,7 @@ class Compute:
                     f"items, but their sizes promise {rows} (PackedMedia.rows). Check that the encoder merges patches "
                     "as the data module's image processor says."
                 )
-        spec = self.specs.get(media.modality)
-        if spec is not None and not spec.describes(features):
-            self._refuse_wider_rows("encode returned features", features, spec)
-        return features
+        return self._checked_width(features, media.modality, "encode returned features")
 
     def microbatch(
         self,
@@ -195,7 +201,9 @@ class Compute:
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics):
-            output = self._call(self._trunk, self._module.backbone_step, batch, features, stage)
+            output = self._call(self._trunk, self._backbone_step, batch, features, stage)
+        if isinstance(output, HiddenStates):
+            return None, self._checked_width(output, HIDDEN, "backbone_step has hidden states")
         rows = self._checked_rows(output, batch) if self._generated else ()
         loss, tokens = self._checked(output[:2] if rows else output)
         metrics.close_microbatch(loss, tokens)
@@ -279,10 +287,7 @@ class Compute:
                     f"to be generated have {places} places. Return a row for each of `batch.condition_positions`, in "
                     "order."
                 )
-        spec = self.specs.get(next(iter(self._generated)))
-        if spec is not None and not spec.describes(found):
-            self._refuse_wider_rows("condition returned rows", found, spec)
-        return found
+        return self._checked_width(found, next(iter(self._generated)), "condition returned rows")
 
     def _checked(self, output: Any, method: str = "loss (or backbone_step)") -> tuple[Tensor, int | float | Tensor]:
         """Checks the loss and the number of targets that a method returned."""
@@ -348,7 +353,11 @@ class Compute:
         self._inputs.hand_over(there.tensors)
         return there
 
-    def _refuse_wider_rows(self, returned: str, features: tuple[Tensor, ...], expected: FeatureSpec) -> None:
+    def _checked_width(self, features: tuple[Tensor, ...], modality: str, returned: str) -> tuple[Tensor, ...]:
+        """Rows that others read, for which bytes were reserved by what was found at first."""
+        expected = self.specs.get(modality)
+        if expected is None or expected.describes(features):
+            return features
         found, rows = FeatureSpec.of(features), [features[0].shape[0]]
         if found.entry_nbytes(rows) > expected.entry_nbytes(rows):
             raise ValueError(
@@ -356,6 +365,7 @@ class Compute:
                 "first step, in evaluation mode, to reserve bytes for them. Return as many tensors, as wide and of the "
                 "same type, in training and in evaluation."
             )
+        return features
 
     def _call(self, role: str, method: Callable[..., Any], *inputs: Any) -> Any:
         """Runs a method of the user's on one half."""

@@ -30,10 +30,12 @@ class RankShard:
     Attributes:
         members: of all roles.
         own: role of this rank -> the member to which it belongs. Ranks of one member load the same.
+        stage: of the trunk, whose layers this rank holds, if it has that role.
     """
 
     members: StepMembers
     own: Mapping[str, int]
+    stage: int = 0
 
     @property
     def encodes(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ class StepMembers:
         meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
         local: every rank encodes just the media that it reads (plain Lightning).
         producers_per_rank: for how many roles that encode a rank works at most.
+        stages: how many stages the trunk has, each of some of its layers.
     """
 
     counts: Mapping[str, int]
@@ -35,6 +36,7 @@ class StepMembers:
     meets: Mapping[str, Meeting] = field(default_factory=dict)
     local: bool = False
     producers_per_rank: int = 1
+    stages: int = 1
 
     @property
     def trunk(self) -> str:

@@ -59,24 +59,35 @@ class Groups:
     key: JobKey
     _stores: Iterator[Store]
     _parts: Mapping[str, PartOfGroup] = field(default_factory=dict)
-    _of_roles: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    _of_roles: dict[tuple[str, int], Any] = field(default_factory=dict)
 
-    def of_role(self, role: str) -> dist.ProcessGroup | None:
+    def of_role(self, role: str, stages: int = 1) -> dist.ProcessGroup | None:
         """A group for the collectives of one role alone, of its ranks in the default group.
 
         Where ranks have both roles, each role sums gradients when it is done: in one group for both, ranks would have
         to be done in one order. Every rank of the default group asks for the same roles in the same order.
+
+        Args:
+            role: which one.
+            stages: of the role; the group is of this rank's stage.
         """
         if self.role_ranks == 1:
             return None
-        if role not in self._of_roles:
+        if (role, stages) not in self._of_roles:
+            ranks = self.ranks_of(role)
+            count = len(ranks) // stages
             with shut_at_the_end():
-                self._of_roles[role] = dist.new_group(self.ranks_of(role))
-        return self._of_roles[role]
+                for each in (ranks[first : first + count] for first in range(0, len(ranks), count)):
+                    group = dist.new_group(each)
+                    if self.role_rank in each or (role, stages) not in self._of_roles:
+                        self._of_roles[role, stages] = group
+        found: dist.ProcessGroup = self._of_roles[role, stages]
+        return found
 
-    def between_steps(self, role: str) -> dist.ProcessGroup | None:
-        """The group of a role for what its ranks send when no step runs; None is the default group."""
-        return None if len(self.ranks_of(role)) == self.role_ranks else self.of_role(role)
+    def between_steps(self, role: str, stages: int = 1) -> dist.ProcessGroup | None:
+        """The group of a stage of a role for what its ranks send when no step runs; None is the default group."""
+        whole = stages == 1 and len(self.ranks_of(role)) == self.role_ranks
+        return None if whole else self.of_role(role, stages)
 
     def ranks_of(self, role: str) -> list[int]:
         """The ranks of a role, numbered within the default group."""

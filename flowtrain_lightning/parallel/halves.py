@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,22 @@ Halves = Mapping[str, tuple[str, ...]]
 """Role -> paths of the modules that its half is made of."""
 
 
+class HeldStage(Protocol):
+    """What is known of the part of a half that one stage holds; `StageCut` is one."""
+
+    @property
+    def stage(self) -> int:
+        """Which stage it is."""
+
+    @property
+    def absent(self) -> Collection[str]:
+        """Names of parameters and buffers that other stages hold."""
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Names of parameters that the first and the last stage both hold."""
+
+
 class HalvedModule(Protocol):
     """A module whose halves can be built and placed by themselves; `FlowModule` is one."""
 
@@ -31,6 +48,10 @@ class HalvedModule(Protocol):
     @property
     def builds_whole(self) -> bool:
         """Whether `configure_whole` builds both halves at once."""
+
+    @property
+    def held_stage(self) -> HeldStage | None:
+        """The stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
 
     def configure_whole(self) -> None:
         """Builds both halves."""
@@ -141,7 +162,8 @@ def fill_half(
     assert isinstance(module, nn.Module)
     paths = module.halves[role]
     target = torch.device("cpu") if on_host else device
-    weights.fill(module, lambda name: _is_under(name, paths), target, keep, as_built_whole=as_built_whole)
+    wanted = partial(_is_under_and_here, paths=paths, absent=absent_names(module))
+    weights.fill(module, wanted, target, keep, as_built_whole=as_built_whole)
     for tensor in half_tensors(module, role):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
@@ -168,11 +190,18 @@ def half_parameters(module: HalvedModule, role: str) -> list[nn.Parameter]:
     return [parameter for name, parameter in module.named_parameters() if _is_under(name, paths)]
 
 
+def held_parameters(module: HalvedModule, role: str) -> list[nn.Parameter]:
+    """The parameters of one half that this rank's stage holds, in the module's order."""
+    paths, absent = module.halves[role], absent_names(module)
+    named = module.named_parameters()
+    return [parameter for name, parameter in named if _is_under_and_here(name, paths, absent)]
+
+
 def half_tensors(module: HalvedModule, role: str) -> list[Tensor]:
-    """Parameters and buffers of one half, in the module's order."""
-    paths = module.halves[role]
-    buffers = [buffer for name, buffer in module.named_buffers() if _is_under(name, paths)]
-    return [*half_parameters(module, role), *buffers]
+    """Parameters and buffers of one half that this rank's stage holds, in the module's order."""
+    paths, absent = module.halves[role], absent_names(module)
+    buffers = [buffer for name, buffer in module.named_buffers() if _is_under_and_here(name, paths, absent)]
+    return [*held_parameters(module, role), *buffers]
 
 
 def half_trains(module: HalvedModule, role: str) -> bool:
@@ -269,6 +298,15 @@ def has_module(module: HalvedModule, path: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def absent_names(module: HalvedModule) -> Collection[str]:
+    """Names of parameters and buffers of this rank's halves that other stages hold."""
+    return () if module.held_stage is None else module.held_stage.absent
+
+
+def _is_under_and_here(name: str, paths: Collection[str], absent: Collection[str]) -> bool:
+    return name not in absent and _is_under(name, paths)
 
 
 def _is_under(name: str, paths: Collection[str]) -> bool:

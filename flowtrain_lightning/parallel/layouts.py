@@ -30,9 +30,10 @@ from flowtrain_lightning.parallel.expert_parallel import (
 )
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
 from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
+from flowtrain_lightning.parallel.halves import HalvedModule, held_parameters
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
+from flowtrain_lightning.parallel.staged_half import StagedHalf
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
 from flowtrain_lightning.ports import shut_at_the_end
@@ -52,13 +53,16 @@ class RoleGroups:
     """The groups in which the ranks of one role compute with its half, and sum its gradients.
 
     Attributes:
-        all: of the role, where its ranks do not meet in the mesh or are only some of the default group; None is the
-            default group.
+        all: those that hold the same layers, where they do not meet in the mesh or are only some of the default group;
+            None is the default group.
         mesh: of its ranks as `_mesh` arranges them; None for whole copies without tensor ranks.
         replicas: the ranks that hold the same shards in other shard groups, where these are summed after the last
             backward and not during it.
         context: the ranks that share sequences, where ranks do.
         experts: the same ranks as ``mesh``, those that share experts in the last dimension; None where none do.
+        column: the ranks of all stages that compute on the same samples with the same share of every layer; None
+            without stages.
+        ends: those of the first and the last stage among them; None on other stages, and without stages.
     """
 
     all: dist.ProcessGroup | None
@@ -66,6 +70,8 @@ class RoleGroups:
     replicas: dist.ProcessGroup | None
     context: dist.ProcessGroup | None
     experts: DeviceMesh | None
+    column: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
 
 
 def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, waits_for_others: bool) -> RoleGroups:
@@ -80,8 +86,10 @@ def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, 
             inside of a backward would wait for what the same ranks have yet to do.
     """
     ranks = groups.ranks_of(role)
-    mesh = _mesh(layout, ranks, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
     own = groups.role_rank in ranks
+    if layout.pipeline > 1:
+        return _stage_groups(role, layout, groups, device_type)
+    mesh = _mesh(layout, ranks, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
     sums_late = own and mesh is not None and waits_for_others and layout.replicas > 1
     return RoleGroups(
         all=groups.of_role(role) if mesh is None or len(ranks) < groups.role_ranks else None,
@@ -89,6 +97,28 @@ def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, 
         replicas=mesh.get_group("replica") if sums_late and mesh is not None else None,
         context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
         experts=_expert_mesh(layout, ranks, device_type) if layout.expert > 1 else None,
+    )
+
+
+def _stage_groups(role: str, layout: Layout, groups: Groups, device_type: str) -> RoleGroups:
+    """The groups of a role in stages, of which each has a mesh and a group of its own."""
+    ranks = groups.ranks_of(role)
+    mesh, arranged = _mesh(layout, ranks, device_type), torch.tensor(ranks).view(layout.pipeline, -1)
+    ends = None
+    with shut_at_the_end():
+        for first, last in zip(arranged[0].tolist(), arranged[-1].tolist(), strict=True):
+            pair = dist.new_group([first, last])
+            ends = pair if groups.role_rank in (first, last) else ends
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return RoleGroups(
+        all=groups.of_role(role, layout.pipeline),
+        mesh=mesh[names[1:]] if groups.role_rank in ranks else mesh,
+        replicas=None,
+        context=None,
+        experts=None,
+        column=mesh.get_group(names[0]) if groups.role_rank in ranks else None,
+        ends=ends,
     )
 
 
@@ -149,10 +179,10 @@ def make_engine(
         # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
         group = groups.all if mesh is None else mesh.get_group("data")
         if groups.experts is None:
-            engine = ReplicatedHalf(half_parameters(module, role), group, early=early, activations=on_host)
+            engine = ReplicatedHalf(held_parameters(module, role), group, early=early, activations=on_host)
         else:
             copies = groups.experts.get_group("replica")
-            engine = _expert_half(half_parameters(module, role), experts, group, copies, on_host)
+            engine = _expert_half(held_parameters(module, role), experts, group, copies, on_host)
     else:
         assert mesh is not None
         dims = ("replica", "shard") if layout.replicas > 1 and groups.replicas is None else ("shard",)
@@ -177,6 +207,13 @@ def make_engine(
     if layout.tensor > 1:
         assert mesh is not None
         engine = TensorParallelHalf(engine, summed, mesh["tensor"], _named(module, engine.parameters))
+    if layout.pipeline > 1:
+        stage = module.held_stage
+        assert stage is not None
+        assert groups.column is not None
+        held = dict(module.named_parameters())
+        ties = [held[name] for name in stage.ties if name not in stage.absent]
+        engine = StagedHalf(engine, ties, groups.ends, groups.column, counts=stage.stage == 0)
     if groups.context is not None:
         names, sums = _named(module, engine.parameters), layout.shard == "fsdp"
         engine = ContextParallelHalf(engine, groups.context, names, sums_in_backward=sums)
@@ -226,12 +263,13 @@ def _deepspeed_half(
 
 
 def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
-    """The ranks of the role within the default group: those that see other tokens, then neighbours of a layer."""
+    """The ranks of the role within the default group: stages, those that see other tokens, neighbours of a layer."""
     data = {"data": layout.data * layout.context}
     if layout.shard == "fsdp":
         replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
         data = {**replicas, "shard": layout.data // layout.replicas * layout.context}
-    sizes = {**data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
+    stages = {"stage": layout.pipeline} if layout.pipeline > 1 else {}
+    sizes = {**stages, **data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
     with shut_at_the_end():
         return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
 

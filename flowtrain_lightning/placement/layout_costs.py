@@ -139,6 +139,11 @@ class ModelledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
+            if layout.pipeline > 1:
+                raise AllocationError(
+                    f"The plan's {role} has {layout.describe()}, but steps in stages are not simulated today; "
+                    "`flowtrain plan --layout` says what they are modelled to take."
+                )
             reason = why_undividable(self.problems[role], layout.tensor, layout.pipeline, layout.context)
             if reason is not None:
                 raise AllocationError(reason)

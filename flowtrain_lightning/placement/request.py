@@ -203,7 +203,9 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 f"gives the {role} context {layout.context}, but only the {allocation.trunk} has sequences to share; "
                 "set it to 1."
             )
-        if layout.shard not in _TRAINED or layout.pipeline > 1:
+        if layout.pipeline > 1 and (reason := _why_no_stages(allocation, role)) is not None:
+            return reason
+        if layout.shard not in _TRAINED:
             return (
                 f"gives the {role} the layout {layout.describe()}, but today the ranks of a role hold whole copies of "
                 f"its half ({Layout(data=layout.ranks).describe()}), shards of it by FSDP2 "
@@ -238,6 +240,31 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 "ranks, which work in another order. Choose replicas or a tensor degree so that each such group is of "
                 "one kind."
             )
+    return None
+
+
+def _why_no_stages(allocation: Allocation, role: str) -> str | None:
+    """The same of a role in stages; None where it runs."""
+    layout = allocation.layouts[role]
+    given = f"gives the {role} the layout {layout.describe()}, but"
+    if role != allocation.trunk:
+        return f"{given} only the {allocation.trunk} runs in stages (pipeline). Set pipeline to 1."
+    if layout.shard != "replicate" or layout.tensor > 1 or layout.context > 1 or layout.expert > 1:
+        return (
+            f"{given} in a pipeline the ranks of a stage hold whole copies of its layers today. Leave shard, tensor, "
+            "context and expert out."
+        )
+    if allocation.placement == "mixed":
+        return f"{given} a pipeline runs in separate and colocated placements today, not in a mixed one."
+    if allocation.placement == "colocated":
+        for producer in allocation.producers:
+            if allocation.layouts[producer].meets.binds:
+                return (
+                    f"{given} the {producer} on the same ranks has {allocation.layouts[producer].describe()}, whose "
+                    "ranks wait for each other. Beside a stage take whole copies of it, or separate ranks."
+                )
+    if allocation.graph.behind:
+        return f"{given} a {allocation.graph.behind[0]} does not go with a pipeline today. Set pipeline to 1."
     return None
 
 

@@ -184,7 +184,7 @@ class Executor:
 
     def _reserve(self, role: str) -> Course:
         each = self._step.program.roles[role]
-        if not self._step.plan.entries or not self._parts[role].speaks:
+        if not self._step.program.modalities or not self._parts[role].speaks:
             return
         if each.makes:
             yield from self._until(partial(self._reserve_for_all, ahead=False), role, _ROOM_FOR_ROWS)

@@ -97,9 +97,17 @@ class Job:
         """The roles of this rank."""
         return tuple(role for role in self.allocation.roles if self.rank in self.allocation.ranks[role])
 
+    @property
+    def stage(self) -> tuple[int, int] | None:
+        """Which stage of the trunk this rank holds, of how many; None where it is not in stages, or not here."""
+        trunk = self.allocation.trunk
+        stages = self.allocation.layouts[trunk].pipeline
+        return (self.allocation.stage_of(trunk, self.rank), stages) if stages > 1 and trunk in self.roles else None
+
     def is_first(self, role: str) -> bool:
-        """Whether this rank is the first of a data-parallel rank of ``role``: it speaks for those with its samples."""
-        return any(self.rank == ranks[0] for ranks in self.allocation.members(role))
+        """Whether this rank is the first that computes the same of ``role``: it speaks for those beside it."""
+        stage = self.allocation.stage_of(role, self.rank)
+        return any(self.rank == ranks[0] for ranks in self.allocation.members_in_stage(role, stage))
 
     def is_first_tensor_rank(self, role: str) -> bool:
         """Whether this rank of ``role`` is the first of those that compute the same layers on the same tokens."""
@@ -194,5 +202,9 @@ def _stay_on_this_node() -> None:
 
 
 def _label(allocation: Allocation, rank: int) -> str:
-    pairs = ((role, allocation.ranks[role]) for role in allocation.roles)
-    return " and ".join(f"{role} {ranks.index(rank)}" for role, ranks in pairs if rank in ranks)
+    found = []
+    for role in allocation.roles:
+        if (within := allocation.rank_within(role, rank)) is not None:
+            staged = allocation.layouts[role].pipeline > 1
+            found.append(f"{role} {within}" + (f" (stage {allocation.stage_of(role, rank)})" if staged else ""))
+    return " and ".join(found)

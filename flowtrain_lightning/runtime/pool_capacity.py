@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.packing.setting_values import check_settings
+from flowtrain_lightning.packing.stage_entries import HIDDEN, stage_name
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
     DeviceTier,
@@ -108,7 +109,7 @@ class PoolCapacity:
         Raises:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
         """
-        generated = step.plan.graph.generated  # from outputs of what reads the others, which are known before
+        generated = {*step.plan.graph.generated, HIDDEN}  # by what reads the others, which are known before
         for modality in sorted(step.program.modalities, key=lambda name: (name in generated, name)):
             if modality not in self._compute.specs:
                 self._agree_on_spec(step, modality)
@@ -167,17 +168,25 @@ class PoolCapacity:
         pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, runtime)
         allocation = self._job.allocation
         members = {role: allocation.members(role) for role in allocation.roles}
+        trunk = allocation.trunk
+        for stage in range(allocation.layouts[trunk].pipeline):
+            members[stage_name(trunk, stage)] = allocation.members_in_stage(trunk, stage)
         self.context = RankContext(pool, self._compute, page, self._timeline, members)
         if former is not None:
             former.pool.close()
 
     def _agree_on_spec(self, step: Step, modality: str) -> None:
         """Finds what a row of a modality is, by a first forward of the first rank that makes some."""
-        job, role = self._job, self._job.allocation.graph.maker_of(modality)
-        first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
-        layout, ranks = job.allocation.layouts[role], job.allocation.members(role)[first]
+        job, allocation = self._job, self._job.allocation
+        if modality == HIDDEN:
+            role = allocation.trunk
+            first = next(member for member, own in enumerate(step.plan.microbatches) if any(map(len, own)))
+        else:
+            role = allocation.graph.maker_of(modality)
+            first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
+        layout, ranks = allocation.layouts[role], allocation.members_in_stage(role, 0)[first]
         source, found = ranks[0], None
-        if job.rank in (job.allocation.ranks[role] if layout.meets_in_forwards else ranks):
+        if job.rank in (allocation.stage_ranks(role, 0) if layout.meets_in_forwards else ranks):
             job.mesh.page.enter(f"first forward of the {role}", step.index)
             spec = self._probe(step, role, modality)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
+from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, hidden_rows, stage_name
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
 
 
@@ -42,13 +45,14 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     # So would one that gives gradients back to ranks that wait for others inside of a microbatch.
     waited_for = bool(members.colocated) or plan.encoded_as is not None or bool(members.behind)
     some_in_turns = members.in_fixed_order and waited_for
+    makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
     return StepProgram(
         {role.role: role for role in roles},
-        _made_rows(plan, made),
-        tuple(sorted({entry.modality for entry in plan.entries})),
+        (*_made_rows(plan, made), *_hidden_rows(plan, members)),
+        tuple(sorted({*{entry.modality for entry in plan.entries}, *([HIDDEN] if members.stages > 1 else [])})),
         len(plan.microbatches[0]),
-        members.producers_per_rank + any(role in members.colocated for role in members.behind),
+        members.producers_per_rank + (makes_too and bool(members.colocated)),
         1 + any(role in members.colocated for role in members.behind),
         in_turns=in_turns,
         holds_all=holds_all,
@@ -72,16 +76,42 @@ def _trunk_role(
     """
     role, member = shard.members.trunk, shard.own[shard.members.trunk]
     microbatches = [BatchOf(role, member, number) for number in range(len(plan.batches[role][member]))]
-    pads, order = bool(shard.members.meeting(role).passes), trunk_order(plan, shard.members)
+    pads, order = bool(shard.members.meeting(role).passes), trunk_order(plan, shard.members, shard.stage)
     batches = {
         each.number: _reading_batch(plan, each, read.get(each, ()), _made_entries(plan, made.get(each, ())))
         for each in microbatches
         if len(plan.batches[role][member][each.number]) or pads
     }
+    if shard.members.stages > 1:
+        batches = {number: _in_stage(plan, shard, batch) for number, batch in batches.items()}
     passes = tuple((kind, number) for kind, number in order.passes if number in batches)
     due = tuple(range(len(microbatches)))
-    makes = bool(shard.members.behind)
+    makes = bool(shard.members.behind) or shard.stage < shard.members.stages - 1
     return RankRole(role, member, batches, passes, due, order.answered, reads=True, makes=makes)
+
+
+def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch) -> RankBatch:
+    """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
+    members, trunk, stage = shard.members, shard.members.trunk, shard.stage
+    member, rows = shard.own[trunk], hidden_rows(plan, shard.own[trunk], batch.number)
+    # Each stage is a reader of its own, which gives back a part of the gradients.
+    read = tuple(each._replace(part=each.part * members.stages + stage) for each in batch.read)
+    made: tuple[MadeEntry, ...] = ()
+    rows_read = dict(batch.rows_read)
+    if stage > 0:
+        entry, maker = hidden_entry(plan, members.stages, stage - 1, member, batch.number), stage_name(trunk, stage - 1)
+        read = (*read, ReadEntry(entry, HIDDEN, (maker, member), (slice(0, rows),)))
+        rows_read[HIDDEN] = rows
+    if stage < members.stages - 1:
+        entry, reader = hidden_entry(plan, members.stages, stage, member, batch.number), stage_name(trunk, stage + 1)
+        made = (MadeEntry(entry, HIDDEN, rows, ((reader, member),)),)
+    return replace(batch, made=made, read=read, rows_read=rows_read)
+
+
+def _hidden_rows(plan: StepPlan, members: StepMembers) -> Iterator[tuple[tuple[str, tuple[int, ...]], ...]]:
+    """For each member of each stage that is read, of each of its microbatches the rows of hidden states."""
+    for member, batches in enumerate(plan.microbatches if members.stages > 1 else ()):
+        yield tuple((HIDDEN, (hidden_rows(plan, member, n),)) for n, own in enumerate(batches) if len(own))
 
 
 def _role_behind(plan: StepPlan, shard: RankShard, role: str, read: Mapping[BatchOf, Sequence[int]]) -> RankRole:
@@ -121,7 +151,7 @@ def _encoding_roles(
     for role in shard.encodes:
         member = shard.own[role]
         (order,) = member_orders(plan, shard.members, role, kept_batches, [member])
-        batches = _making_batches(plan, role, member, entries, order)
+        batches = _making_batches(plan, shard, role, entries, order)
         due = tuple(position for position, _ in order.turns)
         found.append(RankRole(role, member, batches, order.passes, due, order.until, makes=True))
     return found
@@ -148,7 +178,7 @@ def _encoding_in_turns(
         own = turns[role] if shard.members.meeting(role).passes else plan.turns[role][member]
         passes = tuple(each for name, each in joint.passes if name == role and turns[role][each[1]] in own)
         in_order = MemberOrder(turns[role], passes, joint.recomputed[role])
-        batches = _making_batches(plan, role, member, entries, in_order)
+        batches = _making_batches(plan, shard, role, entries, in_order)
         due = tuple(position for position, _ in turns[role])
         roles.append(RankRole(role, member, batches, passes, due, until[role], makes=True))
     has = {role.role: role.batches for role in roles}
@@ -157,14 +187,15 @@ def _encoding_in_turns(
 
 
 def _making_batches(
-    plan: StepPlan, role: str, member: int, entries: Mapping[BatchOf, Sequence[int]], order: MemberOrder
+    plan: StepPlan, shard: RankShard, role: str, entries: Mapping[BatchOf, Sequence[int]], order: MemberOrder
 ) -> dict[int, RankBatch]:
     """A member's batches by place, and those that it encodes for nothing."""
+    member, members = shard.own[role], shard.members
     number_of = {turn: number for number, turn in enumerate(plan.turns[role][member])}
     batches: dict[int, RankBatch] = {}
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
-        made = _made_entries(plan, entries.get(BatchOf(role, member, number), ()))
+        made = _by_stages(_made_entries(plan, entries.get(BatchOf(role, member, number), ())), members)
         batches[place] = RankBatch(number, made, recomputes=place in order.recomputed)
     return batches
 
@@ -172,6 +203,16 @@ def _making_batches(
 def _made_entries(plan: StepPlan, numbers: Sequence[int]) -> tuple[MadeEntry, ...]:
     found = ((number, plan.entries[number]) for number in numbers)
     return tuple(MadeEntry(number, entry.modality, entry.rows, entry.members) for number, entry in found)
+
+
+def _by_stages(made: tuple[MadeEntry, ...], members: StepMembers) -> tuple[MadeEntry, ...]:
+    """Entries of a role that encodes, which every stage of the trunk reads: positions may follow from them."""
+    if members.stages == 1:
+        return made
+    names = [stage_name(members.trunk, stage) for stage in range(members.stages)]
+    return tuple(
+        each._replace(readers=tuple((name, member) for _, member in each.readers for name in names)) for each in made
+    )
 
 
 def _made_rows(

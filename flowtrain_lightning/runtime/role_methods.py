@@ -11,6 +11,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
+from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel.expert_counts import counting_choices
 from flowtrain_lightning.parallel.random_streams import global_seed
 from flowtrain_lightning.runtime.gathering import Gathering
@@ -131,7 +132,7 @@ class BackboneMethod:
             )
         if step.stage == "predict":
             self._predictions += [] if is_padding or not self._speaks else [result]
-        if not keep or not result.requires_grad:
+        if result is None or not keep or not result.requires_grad:
             return ForwardResult(made)
         seed = 1.0 if self._losses is None else self._losses.seed(step.plan, step.plan.graph.trunk)
         return ForwardResult(made, result, torch.full_like(result, 0.0 if is_padding else seed))
@@ -204,12 +205,13 @@ def with_features(
         step: the step.
         compute: knows what rows are.
         packed: the microbatch.
-        rows: modality -> rows of features that it reads.
+        rows: modality -> rows of features that it reads, and of hidden states.
     """
     if (members := step.batch.shard.members).meeting(members.trunk).passes:
         # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
         # features meet, such as a projector, takes part here as well.
-        encoded = (modality for modality in step.program.modalities if modality not in step.plan.graph.generated)
+        others = {*step.plan.graph.generated, HIDDEN}
+        encoded = (modality for modality in step.program.modalities if modality not in others)
         absent = [modality for modality in encoded if modality not in rows]
         rows = {**rows, **{modality: no_rows(compute, modality) for modality in absent}}
         places = {**packed.media_positions, **dict.fromkeys(absent, packed.tokens[:0])}

@@ -96,7 +96,7 @@ class RoleRunner:
         device = trainer.strategy.root_device
         # Where roles share a default group, all of its ranks ask for the groups of all roles.
         asked = job.allocation.roles if job.allocation.placement == "mixed" else self._roles
-        groups = {role: job.groups.between_steps(role) for role in asked}
+        groups = {role: job.groups.between_steps(role, layouts[role].pipeline) for role in asked}
         self._buffers = {role: RoleBuffers(module, role, groups[role], device) for role in self._roles}
         self._in_lockstep = [role for role, engine in self._engines.items() if engine.in_lockstep]
         self._parameters = list(module.parameters())
@@ -237,7 +237,9 @@ class RoleRunner:
         return RolePart(method, speaks=self._job.is_first(role))
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
+        stage = self._module.held_stage
         speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
+        counts = counts and (stage is None or stage.is_last)
         method = BackboneMethod(context, predictions, speaks=speaks, counts=counts, losses=self._losses)
         return RolePart(method, speaks=speaks)
 

@@ -12,6 +12,7 @@ from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpecs
 from flowtrain_lightning.data import StepBatch, StepPlan
+from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.timeline import STALL, Timeline
@@ -35,8 +36,8 @@ class Step:
         index: counts the steps of this stage since the start of the run, alike on all ranks.
         trains: gradients go back to an encoder.
         trained: roles that have backwards in the step.
-        answered: modalities of the step to whose makers gradients go: to an encoder that trains, and to a trunk through
-            which they reach weights that train, of its own or of an encoder.
+        answered: modalities of the step to whose makers gradients go: to an encoder that trains, and to a trunk, or a
+            stage of it, through which they reach weights that train, of its own or of an encoder.
         name: epoch and step within it, which name random streams.
         features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
         gradients: channel for the gradients of features, with keys of the same form.
@@ -63,7 +64,9 @@ class Step:
         goes_back = not graph.behind or bool(encoders) or graph.trunk in training
         reached = [*encoders, *([graph.trunk] if goes_back else [])]
         self.trained = frozenset([*reached, *graph.behind] if stage == "train" else [])
-        self.answered = frozenset(name for name in self.program.modalities if graph.maker_of(name) in reached)
+        made = (name for name in self.program.modalities if name != HIDDEN)
+        answered = [name for name in made if graph.maker_of(name) in reached]
+        self.answered = frozenset([*answered, *([HIDDEN] if graph.trunk in self.trained else [])])
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS
@@ -90,7 +93,9 @@ class Step:
         """Reservations for the gradients that a role of this rank gives back, in the order in which it puts entries."""
         demand = self.program.pool_demand(specs).gradients[role]
         if len(self.answered) < len(self.program.modalities):
-            answered = [part for part in demand if self.plan.entries[part[0]].modality in self.answered]
+            read = (each for batch in self.program.roles[role].batches.values() for each in batch.read)
+            modality = {(each.entry, each.part): each.modality for each in read}
+            answered = [part for part in demand if modality[part] in self.answered]
             demand = {part: Reservation(demand[part].nbytes, number) for number, part in enumerate(answered)}
         return {Key(self.gradients, self.index, *part): reserved for part, reserved in demand.items()}
 

@@ -108,9 +108,10 @@ class StepEnd:
         layout, within = allocation.layouts[role], allocation.rank_within(role, self._job.rank)
         assert within is not None
         if layout.meets.passes:
-            return range(layout.ranks)
-        first = within - within % layout.ranks_of_member
-        return range(first, first + layout.ranks_of_member)
+            of_stage = layout.ranks // layout.pipeline
+            return range(within - within % of_stage, within - within % of_stage + of_stage)
+        first = within - within % layout.ranks_of_stage
+        return range(first, first + layout.ranks_of_stage)
 
     def agree(self, context: RankContext, step: Step, note: Note | None) -> StepReport:
         """On every backbone rank: the report of a step whose lanes have ended.

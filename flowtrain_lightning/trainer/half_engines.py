@@ -17,7 +17,7 @@ from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
-from flowtrain_lightning.parallel.halves import fill_half, half_tensors
+from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
 from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
@@ -34,6 +34,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
+from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
 
 
 class HalfEngines:
@@ -88,6 +89,16 @@ class HalfEngines:
             engine.release()
 
 
+def move_halves(module: FlowModule, job: Job, device: torch.device) -> None:
+    """Moves the halves that live on this rank to its device, as far as they are filled; others have nothing to move."""
+    filled = [role for role in job.roles if role not in module.unfilled]
+    in_stages = [role for role in filled if job.allocation.layouts[role].pipeline > 1]
+    with without_absent_halves(module, [role for role in filled if role not in in_stages]):
+        module.to(device)
+    for tensor in (each for role in in_stages for each in half_tensors(module, role)):
+        tensor.data = tensor.data.to(device)
+
+
 def _some_keep(job: Job) -> bool:
     """Whether other ranks of this one's default group keep halves in shards, so that this one must not make its anew.
 
@@ -98,6 +109,7 @@ def _some_keep(job: Job) -> bool:
 
 def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     layouts = job.allocation.layouts
+    refuse_beside_stages(layouts, module, trainer)
     refuse_sharded_before(module)
     refuse_precision_of_deepspeed(layouts, str(trainer.precision))
     refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]

@@ -122,8 +122,17 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ("allocation", "words"),
     [
         (
-            planned("separate", encoder=1, backbone=Layout(1, pipeline=2)),
-            r"data 1, pipeline 2, replicate, .* \(data 2, fsdp",
+            planned("separate", encoder=Layout(1, pipeline=2), backbone=1),
+            "data 1, pipeline 2, replicate, but only the backbone runs in stages",
+        ),
+        (
+            planned("separate", encoder=1, backbone=Layout(2, pipeline=2, shard="fsdp")),
+            "data 2, pipeline 2, fsdp, but in a pipeline the ranks of a stage hold whole copies",
+        ),
+        (mixed(Layout(4), Layout(1, pipeline=2)), "runs in separate and colocated placements today, not in a mixed"),
+        (
+            replace(mixed(Layout(2, shard="fsdp"), Layout(1, pipeline=2)), placement="colocated"),
+            "the encoder on the same ranks has data 2, fsdp, whose ranks wait for each other",
         ),
         (planned("separate", encoder=Layout(1, context=2), backbone=1), "the encoder context 2, but only the backbone"),
         (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
@@ -148,7 +157,10 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         ),
     ],
     ids=[
-        "pipeline",
+        "stages of an encoder",
+        "stages in shards",
+        "stages of ranks of both kinds",
+        "stages beside an encoder in shards",
         "context of the encoder",
         "ZeRO of any system",
         "blocks computed again by ZeRO-3",

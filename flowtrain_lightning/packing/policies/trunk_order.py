@@ -1,9 +1,9 @@
-"""The policy of the trunk: backward at once, or as soon as those behind it have given back what they read."""
+"""The policy of the trunk: backward at once, or as soon as those behind it, or its next stage, have given gradients."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.step_graph import Pass
@@ -30,16 +30,29 @@ class TrunkOrder(NamedTuple):
         return self.answered[until] if until >= 0 else until
 
 
-def trunk_order(plan: StepPlan, members: StepMembers) -> TrunkOrder:
+def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOrder:
     """The order of a step.
 
     Where nobody reads what the trunk makes, each microbatch goes backward at once. Else two may be open, so that the
-    trunk need not wait for those behind it; one, where a rank has both roles and takes turns in a fixed order.
+    trunk need not wait for those behind it; one, where a rank has both roles and takes turns in a fixed order. In
+    stages it is 1F1B: in each as many may be open as there are stages from it on, so that none waits for what comes
+    later, and the last one never waits for gradients.
+
+    Args:
+        plan: who encodes and who reads what.
+        members: of all roles.
+        stage: of the trunk; encoders go by the first, which is the last to give gradients.
     """
+    if members.stages > 1:
+        every = range(len(plan.microbatches[0]))
+        return _with_answers(in_order(len(every), every, members.stages - stage))
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
     shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
-    passes = tuple(in_order(len(plan.microbatches[0]), read, 1 if shared else _OPEN))
-    answered, latest = [], -1
+    return _with_answers(in_order(len(plan.microbatches[0]), read, 1 if shared else _OPEN))
+
+
+def _with_answers(order: Iterable[Pass]) -> TrunkOrder:
+    passes, answered, latest = tuple(order), [], -1
     for kind, position in passes:
         latest = position if kind == "forward" else latest
         answered += [latest] * (kind == "backward")  # backwards come in the order of positions

@@ -1,0 +1,127 @@
+"""Cuts a half into stages: each has some of the repeated blocks, the first what comes before them, the last the rest.
+
+Names stay. What another stage holds has no memory here (meta device), as the halves of other roles have none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flowtrain_lightning.parallel.blocks import repeated_blocks
+from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """The part of a half that one stage holds.
+
+    Attributes:
+        stage: which one.
+        stages: of the half.
+        blocks: paths of all repeated blocks of the half, in order.
+        own: the numbers of those of this stage.
+        absent: names of parameters and buffers of the half that this stage does not hold.
+        before: those parameters among them that are used before the blocks.
+        ties: names of the parameters that the first and the last stage both hold.
+    """
+
+    stage: int
+    stages: int
+    blocks: tuple[str, ...]
+    own: range
+    absent: frozenset[str]
+    before: frozenset[str]
+    ties: tuple[str, ...]
+
+    @property
+    def is_last(self) -> bool:
+        """The stage computes the loss."""
+        return self.stage == self.stages - 1
+
+
+def cut_half(module: HalvedModule, role: str, stage: int, stages: int) -> StageCut:
+    """Finds what one stage of a half holds.
+
+    The blocks are divided evenly. What was registered before the first of them belongs to the first stage, as
+    embeddings do, and what was registered behind it to the last, as the last norm and the head. A parameter that both
+    use is on both.
+
+    Args:
+        module: is built, if only without memory.
+        role: whose half it is.
+        stage: which one.
+        stages: of the half.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    blocks = _blocks(module, role)
+    if len(blocks) < stages:
+        raise ValueError(
+            f"The {role} has pipeline {stages}, but {len(blocks)} repeated blocks: classes with weights that a list of "
+            f"modules holds several times. Set pipeline to {max(len(blocks), 1)} or less, or put its layers into one "
+            "nn.ModuleList."
+        )
+    bounds = [len(blocks) * each // stages for each in range(stages + 1)]
+    stage_of_block = [next(s for s in range(stages) if number < bounds[s + 1]) for number in range(len(blocks))]
+    holders: defaultdict[int, set[int]] = defaultdict(set)  # of each parameter, by identity, since names may share one
+    names: dict[str, int] = {}
+    first, seen = f"{blocks[0]}.", False
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        seen |= name.startswith(first)
+        if role_of(name, module.halves) == role:
+            number = _block_of(name, blocks)
+            names[name] = id(parameter)
+            holders[id(parameter)].add(stage_of_block[number] if number is not None else (stages - 1 if seen else 0))
+    absent = {name for name, key in names.items() if stage not in holders[key]}
+    before = {name for name in absent if 0 in holders[names[name]] and _block_of(name, blocks) is None}
+    known = {name for name, _ in module.named_parameters()}
+    for name, _ in module.named_buffers():
+        number = _block_of(name, blocks) if role_of(name, module.halves) == role else None
+        if number is not None and stage_of_block[number] != stage:
+            absent.add(name)
+    ties = tuple(name for name, key in names.items() if name in known and {0, stages - 1} <= holders[key])
+    own = range(bounds[stage], bounds[stage + 1])
+    return StageCut(stage, stages, blocks, own, frozenset(absent), frozenset(before & known), ties)
+
+
+def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:
+    """Leaves what other stages hold without memory. Tied parameters stay tied."""
+    assert isinstance(module, nn.Module)
+    empty: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if name in cut.absent and not parameter.is_meta:
+            if id(parameter) not in empty:
+                without = torch.empty_like(parameter.data, device="meta")
+                empty[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
+            _set(module, name, empty[id(parameter)])
+    for name, buffer in list(module.named_buffers()):
+        if name in cut.absent:
+            _set(module, name, buffer.to("meta"))
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, own_name = name.rpartition(".")
+    setattr(module.get_submodule(owner), own_name, tensor)
+
+
+def _blocks(module: HalvedModule, role: str) -> tuple[str, ...]:
+    """Paths of the repeated blocks of a half; where there are several kinds, of the one with the most weights."""
+    assert isinstance(module, nn.Module)
+    found = [block for path in module.halves[role] for block in repeated_blocks(module.get_submodule(path))]
+    weights: defaultdict[type[nn.Module], int] = defaultdict(int)
+    for block in found:
+        weights[type(block)] += sum(parameter.numel() for parameter in block.parameters())
+    most = max(weights, key=lambda kind: weights[kind], default=None)
+    chosen = {id(block) for block in found if type(block) is most}
+    return tuple(path for path, part in module.named_modules() if id(part) in chosen)
+
+
+def _block_of(name: str, blocks: Sequence[str]) -> int | None:
+    """The number of the block that a parameter or buffer lies in, if it lies in one."""
+    return next((number for number, path in enumerate(blocks) if name.startswith(f"{path}.")), None)

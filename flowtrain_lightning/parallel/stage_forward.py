@@ -1,0 +1,159 @@
+"""Runs one stage of a half by the user's own method: its blocks on the hidden states that the stage before has made.
+
+The method runs as it is written. Blocks of earlier stages hand on what they are given, the first block of this one
+takes the hidden states in its place, and the first block of the next stage ends the forward. What comes before the
+blocks is computed on every stage, since positions and the like follow from it; in place of its weights, which the first
+stage alone holds, stand numbers that are none (NaN). So what needs them beside the hidden states cannot pass unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flowtrain_lightning.parallel.stage_cut import StageCut
+
+_CHECKED = 16
+"""Forwards after which a stage is asked whether they needed weights that it does not hold."""
+
+
+class _NextStage(BaseException):
+    """The forward has come to the blocks of the next stage; no error, so that no `except` of the user's stops it."""
+
+    def __init__(self, hidden: Any) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class StageForward:
+    """The forwards of one stage.
+
+    Args:
+        module: has the half.
+        cut: the part that this stage holds.
+    """
+
+    def __init__(self, module: nn.Module, cut: StageCut) -> None:
+        self.cut = cut
+        self._method = _Method(module)
+        self._given: Tensor | None = None  # hidden states that the first block takes
+        self._begun = False  # a block of this stage has run
+        self._running = False
+        self._looks_left = _CHECKED
+        for number, path in enumerate(cut.blocks):
+            block = module.get_submodule(path)
+            if number in cut.own:
+                block.register_forward_pre_hook(self._begin, with_kwargs=True)
+            else:
+                block.forward = partial(self._pass, number, path)
+
+    def __call__(self, method: Callable[..., Any], given: Tensor | None, *args: Any) -> Any:
+        """Runs the method of the user's on this stage.
+
+        Args:
+            method: of the module.
+            given: ``[tokens, width]`` hidden states; None on the first stage.
+            args: of the method.
+
+        Returns:
+            on the last stage what the method returns, on others the hidden states for the next one,
+            ``[1, tokens, width]`` or as the blocks have them.
+
+        Raises:
+            RuntimeError: the method does not run each block once, in order.
+        """
+        self._given, self._begun, self._running = given, False, True
+        try:
+            result = functional_call(self._method, self._stand_ins(), (method, *args))
+        except _NextStage as end:
+            result = end.hidden
+        else:
+            if not self._begun or not self.cut.is_last:
+                raise RuntimeError(
+                    f"Stage {self.cut.stage} of {self.cut.stages} ended without coming to all of its blocks, which go "
+                    f"on to {self.cut.blocks[self.cut.own.stop - 1]!r}. In a pipeline each forward runs every block."
+                )
+        finally:
+            self._given, self._running = None, False
+        if given is not None and self._looks_left > 0:
+            self._looks_left -= 1
+            self._refuse_other_inputs(result, given)
+        return result
+
+    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Before a block of this stage: the first one takes the hidden states of the stage before."""
+        if not self._running and self.cut.stage > 0:
+            raise RuntimeError(
+                "A block was computed again in a backward by the model's own checkpointing, which does not know the "
+                "hidden states of the stage before. In a pipeline leave that to the layout: RoleLayout("
+                "pipeline=..., recompute='full')."
+            )
+        begun, self._begun = self._begun, True
+        if begun or self._given is None:
+            return None
+        hidden = _first(args, kwargs)
+        if hidden.numel() != self._given.numel():
+            raise RuntimeError(
+                f"The blocks of stage {self.cut.stage} are given {list(hidden.shape)}, but the hidden states of the "
+                f"stage before are {list(self._given.shape)}. In a pipeline a block takes one row for each token."
+            )
+        taken = self._given.view(hidden.shape)
+        if args:
+            return (taken, *args[1:]), kwargs
+        return args, {**kwargs, next(name for name, value in kwargs.items() if value is hidden): taken}
+
+    def _pass(self, number: int, path: str, *args: Any, **kwargs: Any) -> Any:
+        """In place of a block that another stage holds."""
+        hidden = _first(args, kwargs)
+        if number >= self.cut.own.stop and self._begun:
+            raise _NextStage(hidden)
+        if number >= self.cut.own.start or self._begun:
+            raise RuntimeError(
+                f"The block {path!r} of another stage runs before the blocks of stage {self.cut.stage} have, or after "
+                "them. In a pipeline blocks run once, in the order in which they were registered."
+            )
+        return hidden
+
+    def _stand_ins(self) -> dict[str, Tensor]:
+        """Name -> what stands for a weight before the blocks that the first stage alone holds; without memory."""
+        named = dict(self._method.module.named_parameters())
+        device = next((each.device for each in named.values() if not each.is_meta), torch.device("cpu"))
+        weights = {name: named[name] for name in self.cut.before}
+        return {
+            f"module.{name}": torch.full((), float("nan"), dtype=weight.dtype, device=device).expand(weight.shape)
+            for name, weight in weights.items()
+        }
+
+    def _refuse_other_inputs(self, result: Any, given: Tensor) -> None:
+        found = result[0] if isinstance(result, tuple) else result
+        if isinstance(found, Tensor) and bool(torch.isnan(found).any()) and not bool(torch.isnan(given).any()):
+            raise RuntimeError(
+                f"What stage {self.cut.stage} computes needs weights of the first stage beside the hidden states, such "
+                f"as {min(self.cut.before)!r}. In a pipeline blocks take one tensor that those before them have "
+                "computed; what runs behind the blocks is registered behind them."
+            )
+
+
+class _Method(nn.Module):
+    """Runs methods of a module as a forward, in which weights can be replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: Callable[..., Any], *args: Any) -> Any:
+        """``method(*args)``."""
+        return method(*args)
+
+
+def _first(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor that a block is given: hidden states."""
+    found = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if found is None or (args and found is not args[0]):
+        raise RuntimeError("A block of a pipeline takes hidden states, a tensor, as its first argument.")
+    return found

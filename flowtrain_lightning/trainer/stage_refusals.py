@@ -1,0 +1,69 @@
+"""Refuses what does not go with a pipeline, before any rank has built or trained a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.module import FlowModule
+
+_CALLBACKS = {
+    "AdaptCosts": "it measures whole microbatches, of which a rank computes a stage",
+    "AverageWeights": "it has not been tried on stages",
+    "EvaluateAnswers": "answers need all layers for each new token, and a rank has those of one stage",
+    "FlowReplan": "it measures whole microbatches, of which a rank computes a stage",
+}
+"""Callbacks of flowtrain, and why they do not go with stages."""
+
+
+def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trainer: L.Trainer) -> None:
+    """Raises for settings that do not go with a pipeline.
+
+    Args:
+        layouts: role -> its layout.
+        module: that runs.
+        trainer: runs it.
+
+    Raises:
+        ValueError: names the setting, and what to do.
+    """
+    trunk = module.role_graph.trunk
+    if layouts[trunk].pipeline == 1:
+        return
+    given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        raise ValueError(
+            f"{given} predictions need all layers for each new token, and a rank has those of one stage. Predict on a "
+            "layout without a pipeline; checkpoints load into every layout."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind in type(callback).__mro__:
+            if kind.__module__.startswith("flowtrain_lightning.") and kind.__name__ in _CALLBACKS:
+                raise ValueError(
+                    f"{given} the callback {kind.__name__} was given: {_CALLBACKS[kind.__name__]}. Leave it out, or "
+                    "set pipeline to 1."
+                )
+    packing = getattr(trainer.datamodule, "packing", None)  # type: ignore[attr-defined]
+    if getattr(packing, "pad_to_budget", False):
+        raise ValueError(
+            f"{given} PackingConfig(pad_to_budget=True) was given: what passes between stages is planned without "
+            "padding. Leave it out."
+        )
+    if module.hparams.get("compile", "none") != "none":
+        raise ValueError(
+            f"{given} compile={module.hparams['compile']!r} was given, which has not been tried on stages. Leave it "
+            "out, or set pipeline to 1."
+        )
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module)):
+        raise ValueError(
+            f"{given} the model computes its layers again by itself (gradient checkpointing), where it would not find "
+            "the hidden states of the stage before. Leave recompute=True out and give the layout recompute='full'."
+        )
+
+
+def _trunk_parts(module: FlowModule) -> list[object]:
+    paths = module.halves[module.role_graph.trunk]
+    return [part for path in paths for part in module.get_submodule(path).modules()]

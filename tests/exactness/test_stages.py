@@ -1,0 +1,34 @@
+"""A backbone in stages (pipeline): losses, gradients and weights are those of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.exactness.compare import Run
+from tests.exactness.test_sharded import CUT, Case, check_against_plain_loop, run  # noqa: F401
+
+PIPELINE = {"pipeline": 2}
+
+QUICK = [
+    Case("1+2", {"backbone": PIPELINE}, clip=0.2),
+    Case("colocated 2", {"backbone": PIPELINE}, strategy={"encoder_activations": 1}, data=CUT),
+    Case("2+4", {"encoder": {"shard": "fsdp"}, "backbone": {**PIPELINE, "recompute": "full"}}, "32-true", data=CUT),
+]
+LONG = [
+    Case("1+2", {"backbone": PIPELINE}, freeze=True),
+    Case("1+3", {"backbone": {"pipeline": 3}}, "32-true", {"encoder_activations": 0}, clip=0.2, data=CUT),
+    Case("1+4", {"backbone": {"pipeline": 4, "recompute": "selective"}}, strategy={"encoder_activations": 1}, data=CUT),
+    Case("colocated 4", {"backbone": PIPELINE}, "32-true", {"encoder_activations": 0}, clip=0.2),
+    Case("colocated 3", {"backbone": {"pipeline": 3}}, freeze=True),
+    Case("2+6", {"backbone": {"pipeline": 3}}, clip=0.2, kernel="foreach"),
+]
+CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
+    pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_in_stages_is_that_of_the_plain_loop(run: Callable[..., Run], case: Case):  # noqa: F811
+    check_against_plain_loop(run, case)

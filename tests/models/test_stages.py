@@ -1,0 +1,83 @@
+"""Models of Hugging Face train with their decoder in stages as on one process, and checkpoints pass between both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.exactness.compare import error, read_run, same_bits
+from tests.exactness.data import write_steps
+from tests.exactness.layouts import ranks_of
+from tests.forks import Job, run_jobs
+from tests.models.test_layouts import assert_equal
+
+pytest.importorskip("transformers")
+
+STAGES = "1+2"
+SAVED = 2
+"""Steps before the checkpoint from which runs go on."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run of a family on a layout, begun anew or from the checkpoint of another such run."""
+    folder = tmp_path_factory.mktemp("stages")
+    write_steps(folder / "data")
+
+    @cache
+    def trained(family: str, layout: str, resumes: str = "") -> Path:
+        name = f"{family} {layout} {resumes and 'after '}{resumes}"
+        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED}
+        if layout != "auto":
+            arguments["roles"] = {"backbone": {"pipeline": 2}}
+        if resumes:
+            arguments["resumes"] = str(trained(family, resumes) / "middle.ckpt")
+        return (
+            run_jobs(folder, [Job(name, "tests.models.training:train", ranks_of(layout), arguments)])[name]
+            .check()
+            .folder
+        )
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_vl, tied",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("qwen2_5_vl", "qwen3_vl", "llava with clip", "internvl", "gemma3", "llava with clip by any")
+        ),
+    ],
+)
+def test_a_decoder_in_two_stages_learns_what_one_process_does(trained, family):
+    assert_equal(*(read_run(trained(family, each)) for each in (STAGES, "auto")))
+
+
+@pytest.mark.full
+def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained):
+    whole, resumed = (read_run(trained("qwen2_vl, tied", STAGES, after)) for after in ("", STAGES))
+    assert same_bits(resumed, _from(whole, SAVED))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "after"), [("auto", STAGES), (STAGES, "auto")])
+def test_checkpoints_pass_between_stages_and_one_process(trained, layout, after):
+    found, whole = read_run(trained("qwen2_vl, tied", layout, after)), read_run(trained("qwen2_vl, tied", "auto"))
+    assert error(found.weights[-1], whole.weights[-1]) <= 1e-9
+
+
+def _from(run, step):
+    """The steps of a run from one on."""
+    return type(run)(
+        run.weights[step - 1],
+        run.losses[step:],
+        run.gradients[step:],
+        run.weights[step:],
+        run.microbatches,
+        run.encoder_batches,
+    )

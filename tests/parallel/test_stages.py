@@ -1,0 +1,152 @@
+"""A half cut into stages: who holds what, and that stages one after another compute what the half does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flowtrain_lightning.parallel.stage_cut import cut_half, drop_other_stages
+from flowtrain_lightning.parallel.stage_forward import StageForward
+
+WIDTH, VOCABULARY = 6, 11
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.inner(x).tanh()
+
+
+class Decoder(nn.Module):
+    """Blocks between a tied embedding and head, with something between two of them."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.place = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)[None] + self.place
+        for number, layer in enumerate(self.layers):
+            x = self.layer(layer, x, first)
+            x = x * (number + 1.5)
+        return self.head(self.norm(x)).square().sum()
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+        return layer(x, scale=0.5)
+
+
+class ReadsAgain(Decoder):
+    """Its layers read the embeddings beside what the layers before them have computed."""
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+        return layer(x) + first
+
+
+class ComputesAgain(Decoder):
+    """Its layers are computed again in the backward."""
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False)
+
+
+class Whole(nn.Module):
+    """A module whose backbone is a decoder."""
+
+    def __init__(self, kind: type[Decoder] = Decoder, blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.halves = {"backbone": ("backbone",)}
+        self.backbone = kind(blocks).double()
+
+
+def stages_of(count: int, kind: type[Decoder] = Decoder) -> list[tuple[Whole, StageForward]]:
+    """The stages of one module, each in a copy of its own."""
+    found = []
+    for stage in range(count):
+        module = Whole(kind)
+        cut = cut_half(module, "backbone", stage, count)
+        drop_other_stages(module, cut)
+        found.append((module, StageForward(module, cut)))
+    return found
+
+
+def held(module: nn.Module) -> set[str]:
+    return {name for name, weight in module.named_parameters(remove_duplicate=False) if not weight.is_meta}
+
+
+def run(stages: list[tuple[Whole, StageForward]], tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The loss, and of each boundary what one stage makes and what the next one takes of it."""
+    given, made, taken = None, [], []
+    for module, forward in stages:
+        result = forward(module.backbone.forward, given, tokens)
+        if not forward.cut.is_last:
+            made.append(result)
+            given = result.detach().view(len(tokens), -1).requires_grad_()
+            taken.append(given)
+    return result, made, taken
+
+
+def test_the_first_stage_holds_what_comes_before_the_blocks_and_the_last_the_rest():
+    first, middle, last = (held(module) for module, _ in stages_of(3))
+    assert first == {f"backbone.{name}" for name in ("embed.weight", "head.weight", "place")} | blocks(0)
+    assert middle == blocks(1)
+    assert last == {f"backbone.{n}" for n in ("embed.weight", "head.weight", "norm.weight", "norm.bias")} | blocks(2, 3)
+
+
+def blocks(*numbers: int) -> set[str]:
+    return {f"backbone.layers.{number}.inner.{name}" for number in numbers for name in ("weight", "bias")}
+
+
+def test_buffers_of_blocks_are_where_the_blocks_are():
+    for module, forward in stages_of(2):
+        here = [number for number, block in enumerate(module.backbone.layers) if not block.calls.is_meta]
+        assert here == list(forward.cut.own)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(count):
+    tokens, whole = torch.arange(7), Whole()
+    expected = whole.backbone(tokens)
+    expected.backward()
+    stages = stages_of(count)
+    loss, made, taken = run(stages, tokens)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    for output, entry in reversed(list(zip(made, taken, strict=True))):
+        output.backward(entry.grad.view(output.shape))
+    found: dict[str, Tensor] = {}
+    for module, _ in stages:
+        for name, weight in module.named_parameters():
+            if weight.grad is not None:
+                found[name] = found.get(name, 0) + weight.grad
+    for name, weight in whole.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_half_of_too_few_blocks_is_refused_with_the_number_that_would_do():
+    with pytest.raises(ValueError, match=re.escape("has pipeline 5, but 4 repeated blocks")):
+        cut_half(Whole(), "backbone", 0, 5)
+
+
+def test_blocks_that_read_more_than_hidden_states_are_refused_with_a_weight():
+    with pytest.raises(RuntimeError, match=re.escape("needs weights of the first stage beside the hidden states")):
+        run(stages_of(2, ReadsAgain), torch.arange(7))
+
+
+def test_a_model_that_computes_blocks_again_by_itself_is_told_who_does_it():
+    loss, *_ = run(stages_of(2, ComputesAgain), torch.arange(7))
+    with pytest.raises(RuntimeError, match="recompute='full'"):
+        loss.backward()

@@ -1,0 +1,156 @@
+"""Runs all ranks of a step whose backbone is in stages: the real executor on a pool of messages in a random order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowtrain_lightning.data import RankShard, StepBatch, StepPlan
+from flowtrain_lightning.packing.stage_entries import HIDDEN, stage_name
+from flowtrain_lightning.packing.step_members import StepMembers
+from flowtrain_lightning.runtime.executor import Executor, RolePart
+from flowtrain_lightning.runtime.program_of_plan import make_program
+from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
+from flowtrain_lightning.runtime.step import RankContext, Step
+from flowtrain_lightning.runtime.timeline import Timeline
+from tests.runtime.interleaving import SPEC, DeliveredPool, Interleaving, NumbersCompute, Page, batch_of
+
+SPECS = {"image": SPEC, HIDDEN: SPEC}
+
+
+@dataclass
+class StageCompute(NumbersCompute):
+    """What ``Compute`` does of one stage, on numbers: every stage reads features, beside the hidden states."""
+
+    stage: int = 0
+    stages: int = 1
+
+    def microbatch_and_rows(
+        self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        hidden = features.get(HIDDEN)
+        if hidden is None:
+            hidden = torch.arange(1, len(batch.tokens) + 1, dtype=torch.float64)[:, None] / 10
+        self.read([tensor for tensor in features.values() if tensor is not None])
+        hidden = (hidden * self.backbone.weight).sin()
+        if "image" in features:
+            place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
+            hidden = hidden + (features["image"] * place[:, None]).cos().sum(0) * self.backbone.weight
+        return (hidden.sum(), ()) if self.stage == self.stages - 1 else (None, (hidden,))
+
+
+def with_tokens(batch: StepBatch) -> StepBatch:
+    """The same with as many tokens in each microbatch as the plan says."""
+    sizes = batch.plan.sizes
+    filled = [
+        packed and replace(packed, tokens=torch.zeros(int(sizes.tokens[[*packed.samples]].sum()), dtype=torch.int64))
+        for packed in batch.microbatches
+    ]
+    batch.microbatches = tuple(filled)
+    return batch
+
+
+def direct_gradients(plan: StepPlan, stages: int) -> list[Tensor]:
+    """Gradients of the encoder and of each stage when everything is computed in one go."""
+    chain = [StageCompute(stage=stage, stages=stages) for stage in range(stages)]
+    shard = RankShard(StepMembers({role: len(of_role) for role, of_role in plan.batches.items()}), {"backbone": 0})
+    for member in range(len(plan.microbatches)):
+        batch = with_tokens(batch_of(plan, replace(shard, own={"backbone": member})))
+        for packed, samples in zip(batch.microbatches, plan.microbatches[member], strict=True):
+            if packed is None:
+                continue
+            sizes, features = plan.sizes, {}
+            media = np.concatenate([np.arange(sizes.media_start[s], sizes.media_start[s + 1]) for s in samples])
+            if len(media):
+                encoded = media if plan.encoded_as is None else plan.encoded_as[media]
+                patches = (torch.from_numpy(encoded + 1.0).reshape(-1, 1) / 10).to(torch.float64)
+                rows = torch.from_numpy(sizes.media_rows[media])
+                features["image"] = (patches @ chain[0].encoder.weight).repeat_interleave(rows, dim=0)
+            loss: Any = None
+            for compute in chain:
+                loss, made = compute.microbatch_and_rows(packed, features, stage="train", step=(0, 0), number=0)
+                features[HIDDEN] = made[0] if made else None
+            loss.backward()
+    return [_gradient(chain[0].encoder), *(_gradient(compute.backbone) for compute in chain)]
+
+
+class StagedStep:
+    """A step of a plan that has run on all its ranks.
+
+    Args:
+        plan: the step's plan.
+        stages: of the backbone.
+        colocated: every rank has an encoder and a stage; else backbone ranks come first.
+        kept_batches: encoder batches whose activations may be kept.
+        trains: gradients go back to the encoder.
+        seed: of the order in which ranks run and messages arrive.
+        spare_bytes: of the pool, above those with which no order can block.
+
+    Attributes:
+        executed: the passes of the ranks, in order.
+        pools: of the ranks.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        stages: int,
+        *,
+        colocated: bool,
+        kept_batches: int,
+        trains: bool,
+        seed: int,
+        spare_bytes: int = 0,
+    ) -> None:
+        encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
+        trunk = range(stages * backbones)
+        encoder_ranks = [*trunk] if colocated else [*range(len(trunk), len(trunk) + encoders)]
+        assert len(encoder_ranks) == encoders
+        pairs = {"encoder": tuple((rank, rank % backbones) for rank in trunk)} if colocated else {}
+        members = StepMembers({"encoder": encoders, "backbone": backbones}, plan.graph, colocated=pairs, stages=stages)
+        ranks_of: Mapping[str, Sequence[tuple[int, ...]]] = {
+            "encoder": [(rank,) for rank in encoder_ranks],
+            **{stage_name("backbone", s): [(s * backbones + m,) for m in range(backbones)] for s in range(stages)},
+        }
+        ranks = max(*trunk, *encoder_ranks) + 1
+        room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
+        interleaving = Interleaving(ranks, seed)
+        self.pools: list[DeliveredPool] = []
+        self.pools += [DeliveredPool(interleaving, self.pools, rank, room) for rank in range(ranks)]
+        self.computes, self.executed, parts = [], [], []
+        for rank in range(ranks):
+            own = {"backbone": rank % backbones} if rank in trunk else {}
+            own |= {"encoder": encoder_ranks.index(rank)} if rank in encoder_ranks else {}
+            shard = RankShard(members, own, rank // backbones if rank in trunk else 0)
+            compute = StageCompute(specs=SPECS, stage=shard.stage, stages=stages)
+            batch = with_tokens(batch_of(plan, shard))
+            training = [*(["encoder"] if trains else []), "backbone"]
+            step = Step(batch, make_program(plan, shard, kept_batches), "train", 0, training)
+            context = RankContext(self.pools[rank], compute, Page(), Timeline(), ranks_of)  # type: ignore[arg-type]
+            roles = (
+                {"backbone": RolePart(BackboneMethod(context, [], speaks=True, counts=True))} if rank in trunk else {}
+            )
+            roles |= {"encoder": RolePart(EncoderMethod(context, "encoder"))} if rank in encoder_ranks else {}
+            parts.append(Executor(context, roles, step).run)
+            self.computes.append(compute)
+            self.executed.append(step.executed)
+        interleaving.run(parts)
+        self._stages, self._trunk = stages, trunk
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Of the encoder and of each stage, summed over their ranks in order."""
+        zero, stages = torch.zeros(1, 2, dtype=torch.float64), range(self._stages)
+        encoder = sum((_gradient(compute.encoder) for compute in self.computes), zero)
+        of_trunk = [self.computes[rank] for rank in self._trunk]
+        return [encoder] + [sum((_gradient(c.backbone) for c in of_trunk if c.stage == s), zero) for s in stages]
+
+
+def _gradient(half: Any) -> Tensor:
+    gradient: Tensor | None = half.weight.grad
+    return torch.zeros(1, 2, dtype=torch.float64) if gradient is None else gradient
