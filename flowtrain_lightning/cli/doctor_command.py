@@ -51,6 +51,7 @@ OPTIONAL = {
     "pyarrow": ("Parquet", "data"),
     "universal-pathlib": ("data on remote stores", "data"),
     "av": ("videos", "video"),
+    "soundfile": ("audio", "audio"),
     "transformers": ("models of Hugging Face", "transformers"),
     "peft": ("LoRA and other adapters", "peft"),
     "numba": ("packing a hundred times faster", "pack"),

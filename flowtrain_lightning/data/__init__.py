@@ -2,13 +2,15 @@
 
 Begin with `datamodule.py` (from settings to loaders) and `batch.py` (what ranks compute on). `sources/` says where
 records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py`, `tokenization.py` and
-`sample_tokens.py` make tokens of it, `image_files.py` and `image_processor.py`, `video_files.py` and
-`video_processor.py` patches; `measuring.py` and `index.py` know sizes; `sampler.py` and `token_stream.py` say which
+`sample_tokens.py` make tokens of it, `image_files.py` and `image_processor.py`, and likewise of videos and
+audio, patches; `measuring.py` and `index.py` know sizes; `sampler.py` and `token_stream.py` say which
 samples are in a step; `step_packing.py` and `dataset.py` plan and load one rank's shard of it; `dataloader.py` gives it
 out, with `workers.py` and `worker_channels.py` where other processes load, `producers.py` and `ray_cluster.py` where
 Ray does. `feature_store.py` keeps what frozen encoders made of media.
 """
 
+from flowtrain_lightning.data.audio_files import AudioError
+from flowtrain_lightning.data.audio_processor import AudioProcessor
 from flowtrain_lightning.data.batch import (
     IGNORED_LABEL,
     Clip,
@@ -32,6 +34,7 @@ from flowtrain_lightning.data.image_files import ImageError
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
+from flowtrain_lightning.data.log_mel import LogMelProcessor
 from flowtrain_lightning.data.media_files import MediaError
 from flowtrain_lightning.data.record_turns import Turn
 from flowtrain_lightning.data.sampler import Sampling
@@ -54,6 +57,8 @@ from flowtrain_lightning.packing import Entry, SampleSizes, StepPlan
 __all__ = [
     "IGNORED_LABEL",
     "LOADING_THREAD",
+    "AudioError",
+    "AudioProcessor",
     "ChatTemplate",
     "Clip",
     "Columns",
@@ -73,6 +78,7 @@ __all__ = [
     "JsonFile",
     "KeepFeatures",
     "LoadedMedia",
+    "LogMelProcessor",
     "MediaError",
     "Mixture",
     "OwnMedia",

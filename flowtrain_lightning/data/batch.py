@@ -114,18 +114,20 @@ class PackedMedia:
         modality: for example ``"image"``.
         pixels: ``[patches, patch_dim]`` the media items one after another, each in its encoder's order: uint8 where
             ``normalisation`` is there, else what ``patches`` is. A patch of a video is as many of these rows as a
-            moment has frames.
+            moment has frames; one of audio is a frame of it.
         cu_seqlens: ``[media items + 1]`` int32, where the patches of each media item begin and end; of a video, those
             of each of its moments.
-        grid: ``[media items, 2]`` int64, patches along height and width. It stays on the host, where it steers what is
-            computed: reading it from a device would wait for all that the device still has to do.
-        max_seqlen: patches of the largest image or moment.
+        grid: ``[media items, 2]`` int64, patches along height and width; of audio 1, and its frames. It stays on the
+            host, where it steers what is computed: reading it from a device would wait for all that the device still
+            has to do.
+        max_seqlen: patches of the largest image or moment, or frames of the longest clip of audio.
         rows: ``[media items]`` rows of features that the encoder must return for each media item, in order.
-        sizes: ``[media items]`` height and width in pixels of each media item as it was in the data.
+        sizes: ``[media items]`` height and width in pixels of each media item as it was in the data; of audio samples,
+            and how many a second.
         inputs: what the module's ``prepare_media`` has worked out of the sizes; empty where nobody has asked it.
         normalisation: ``[3, patch_dim]`` float32: divisor, mean and deviation of each number of a patch; None where
             ``pixels`` are normalised already.
-        clips: ``[media items]`` what each video is in time, None of an image; ``()`` where all are images.
+        clips: ``[media items]`` what each video is in time, None of others; ``()`` where no item is a video.
         tiles: ``[media items]`` of pictures that are cut into tiles, None of others; ``()`` where there are none.
         kept: of a batch whose features are kept, all its media items; the other fields are then those of the ones that
             have to be encoded, perhaps none.

@@ -14,20 +14,22 @@ from flowtrain_lightning.data.understood import NotUnderstoodError
 class Columns:
     """The names of the columns of question/answer data: the section ``columns`` of a data module.
 
-    A record becomes a question and an answer, of which the answer is learned. Its images stand before the question,
-    unless ``<image>`` in it marks their places.
+    A record becomes a question and an answer, of which the answer is learned. Its images and its audio stand before
+    the question, unless ``<image>`` and ``<audio>`` in it mark their places.
 
     Attributes:
         question: with what is asked, a text.
         answer: with what the model is to say, a text; a record without it has nothing to learn.
         image: with an image, or a list of them; None: images are found where conversations have them.
         system: with a text for the system's turn; None: there is none.
+        audio: with a clip of audio, or a list of them; None: as with images.
     """
 
     question: str
     answer: str
     image: str | None = None
     system: str | None = None
+    audio: str | None = None
 
     def conversation(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The record as a conversation; other fields stay as they are.
@@ -45,7 +47,8 @@ class Columns:
             )
         said = [("user", self.question), ("assistant", self.answer)]
         turns = [{"role": role, "content": _text(record, name)} for role, name in said if name in record]
-        moved = {name: of for name, of in (("images", self.image), ("system", self.system)) if of is not None}
+        named = {"images": self.image, "audios": self.audio, "system": self.system}
+        moved = {name: of for name, of in named.items() if of is not None}
         found: dict[str, Any] = {
             "messages": turns,
             **{name: record[of] for name, of in moved.items() if of in record},

@@ -130,11 +130,13 @@ class _Piece(NamedTuple):
         text: the text.
         learned: it is learned.
         own: it is the template's, not the record's.
+        kind: of a media item.
     """
 
     text: str | None
     learned: bool
     own: bool = True
+    kind: str = ""
 
 
 class _Joined(NamedTuple):
@@ -142,6 +144,7 @@ class _Joined(NamedTuple):
 
     parts: list[Part] | None
     learned: bool
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,9 @@ class ChatTemplate:
         image_token: stands for one row of features of an image; must be one token of the vocabulary.
         before_image: precedes an image's tokens.
         after_image: follows an image's tokens.
+        audio_token: stands for one row of features of audio; must be one token of the vocabulary, if there is audio.
+        before_audio: precedes a clip's tokens.
+        after_audio: follows a clip's tokens.
     """
 
     headers: dict[str, str] = field(
@@ -170,6 +176,9 @@ class ChatTemplate:
     image_token: str = "<|image_pad|>"
     before_image: str = "<|vision_start|>"
     after_image: str = "<|vision_end|>"
+    audio_token: str = "<|audio_pad|>"
+    before_audio: str = "<|audio_start|>"
+    after_audio: str = "<|audio_end|>"
 
     @property
     def fingerprint(self) -> str:
@@ -206,7 +215,8 @@ class ChatTemplate:
             elif len(starts) == len(rows):
                 break
             else:
-                added = [self.image_id(tokenizer)] * int(rows[len(starts)])
+                token = self.audio_id(tokenizer) if piece.kind == "audio" else self.image_id(tokenizer)
+                added = [token] * int(rows[len(starts)])
                 starts.append(len(ids))
             ids += added
             learned += [piece.learned] * len(added)
@@ -228,13 +238,17 @@ class ChatTemplate:
 
     def _content(self, turn: Turn) -> Iterator[_Piece]:
         learned = turn.role == ASSISTANT and turn.learned
-        for number, text in enumerate(turn.texts):
-            if number > 0:
-                yield _Piece(self.before_image, False)
-                yield _Piece(None, False)
-                yield _Piece(self.after_image, False)
+        for kind, text in zip(("", *turn.kinds), turn.texts, strict=True):
+            if kind:
+                before, after = self._around(kind)
+                yield _Piece(before, False)
+                yield _Piece(None, False, kind=kind)
+                yield _Piece(after, False)
             yield _Piece(text, learned, own=False)
         yield _Piece(self.end, learned)
+
+    def _around(self, kind: str) -> tuple[str, str]:
+        return (self.before_audio, self.after_audio) if kind == "audio" else (self.before_image, self.after_image)
 
     def _header(self, role: str, record: Record) -> str:
         if role not in self.headers:
@@ -259,12 +273,13 @@ class ChatTemplate:
 
     @property
     def _words(self) -> tuple[str, ...]:
-        return (*self.headers.values(), self.end, self.between, self.begin, self.before_image, self.after_image)
+        media = (*self._around("image"), *self._around("audio"))
+        return (*self.headers.values(), self.end, self.between, self.begin, *media)
 
     def media_tokens(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The tokens that stand for rows of features, and their ids; empty where the vocabulary has none."""
-        found = tokenizer.token_to_id(self.image_token)
-        return {} if found is None else {self.image_token: found}
+        found = {token: tokenizer.token_to_id(token) for token in (self.image_token, self.audio_token)}
+        return {token: number for token, number in found.items() if number is not None}
 
     def image_id(self, tokenizer: Tokenizer) -> int:
         """The id of ``image_token``.
@@ -280,6 +295,20 @@ class ChatTemplate:
             )
         return found
 
+    def audio_id(self, tokenizer: Tokenizer) -> int:
+        """The id of ``audio_token``.
+
+        Raises:
+            ValueError: the vocabulary does not have it.
+        """
+        found = tokenizer.token_to_id(self.audio_token)
+        if found is None:
+            raise ValueError(
+                f"The tokenizer's vocabulary has no token {self.audio_token!r}, which stands for features of audio; "
+                "add it as a special token, or name another in ChatTemplate(audio_token=...)."
+            )
+        return found
+
 
 def _joined(pieces: Iterator[_Piece]) -> Iterator[_Joined]:
     """Neighbouring texts together, where both or neither are learned: they are then encoded as they will be read."""
@@ -290,7 +319,7 @@ def _joined(pieces: Iterator[_Piece]) -> Iterator[_Joined]:
             yield _Joined(held, learned)
             held, learned = [], piece.learned
         if piece.text is None:
-            yield _Joined(None, False)
+            yield _Joined(None, False, piece.kind)
         elif piece.text:
             held.append(Part(piece.text, piece.own))
     yield _Joined(held, learned)

@@ -17,6 +17,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from flowtrain_lightning.data.audio_processor import AudioProcessor
 from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
@@ -60,8 +61,9 @@ class FlowDataModule(L.LightningDataModule):
     """Image-text data, as steps of packed microbatches.
 
     Reads JSON Lines, JSON arrays, Parquet files, tar shards and data sets of Hugging Face: records of ``messages``
-    (``images`` with ``path``, ``videos``, ``messages`` with ``role`` and ``content``), LLaVA's (``image``, ``video``,
-    ``conversations``), text alone (``text``) and tokens (``input_ids``, ``labels``). Paths are relative to the file.
+    (``images`` with ``path``, ``videos``, ``audios``, ``messages`` with ``role`` and ``content``), LLaVA's (``image``,
+    ``video``, ``conversations``), text alone (``text``) and tokens (``input_ids``, ``labels``). Paths are relative to
+    the file.
 
     A training step fills a number of microbatches of ``token_budget`` tokens, as ``token_steps`` says. Samples may wait
     a few steps for others with which they fill them; shuffled, none is left out: what an epoch leaves comes first in
@@ -83,7 +85,7 @@ class FlowDataModule(L.LightningDataModule):
         test: test data.
         predict: data whose last assistant turns are to be written anew: sequences end with that turn's header.
         tokenizer: path of a ``tokenizer.json`` or its folder, a ``tokenizers.Tokenizer``, or a Hugging Face tokenizer;
-            None takes that of the model that is trained, as do ``images``, ``videos`` and ``template``.
+            None takes that of the model that is trained, as do ``images``, ``videos``, ``audio`` and ``template``.
         token_budget: the most tokens of a microbatch.
         encoder_budget: the most patches of an encoder batch, which bounds what an encoder keeps for its backward. A
             media item that has more by itself is a batch by itself, and the log says so.
@@ -92,6 +94,7 @@ class FlowDataModule(L.LightningDataModule):
         images: what becomes of images; None takes what the model that is trained was made for, else
             ``ImageProcessor()``.
         videos: what becomes of videos; None takes what the model that is trained was made for, if it takes any.
+        audio: what becomes of audio; None takes what the model that is trained was made for, if it hears.
         template: how conversations are written; None takes the model's own template, else ``ChatTemplate()``.
         seed: of order and augmentation; None takes that of ``seed_everything``, or 0.
         shuffle: training samples come in another order each epoch. Off while ``Trainer(overfit_batches=...)`` is on.
@@ -102,12 +105,12 @@ class FlowDataModule(L.LightningDataModule):
         packing: cost models, padding, and when ranks wait for each other; None takes ``PackingConfig()``.
         index: what happens to samples that are too long and to images that cannot be read, and the folder of the index;
             None takes ``IndexConfig()``.
-        augment: changes training images, not videos: ``augment(image, generator)`` gets a Pillow image and a NumPy
+        augment: changes training images alone: ``augment(image, generator)`` gets a Pillow image and a NumPy
             generator seeded from seed, epoch, sample and the image's number in it, and returns a Pillow image.
         num_workers: processes that load, for each loader.
         producers: ``"ray"`` lets Ray load instead, in ``num_workers`` producers for each loader (0: as many as there
             are processors for a rank): on the cluster of ``RAY_ADDRESS``, or on this machine while the run lasts.
-        protocols: kinds of addresses that records may name images and videos by, beside files, ``gs``, ``hf`` and
+        protocols: kinds of addresses that records may name media by, beside files, ``gs``, ``hf`` and
             ``s3``: ``["az"]``, as ``fsspec`` calls them.
         ignore_columns: fields of records, or endings of files in a tar shard, that are as if they were not there. What
             may mean something and is not read, such as ``label`` or a column of images, is refused otherwise.
@@ -133,6 +136,7 @@ class FlowDataModule(L.LightningDataModule):
         tokenizer: Any = None,
         images: ImageProcessor | None = None,
         videos: VideoProcessor | None = None,
+        audio: AudioProcessor | None = None,
         template: ChatTemplate | Template | None = None,
         seed: int | None = None,
         shuffle: bool = True,
@@ -182,6 +186,7 @@ class FlowDataModule(L.LightningDataModule):
         self.global_batch_size = global_batch_size
         self._images = images
         self._videos = videos
+        self._audio = audio
         self._template = template
         self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
@@ -236,6 +241,12 @@ class FlowDataModule(L.LightningDataModule):
     def videos(self) -> VideoProcessor | None:
         """The processor of videos; None where records may have none."""
         found: VideoProcessor | None = self._videos or self._of_model("videos")
+        return found
+
+    @property
+    def audio(self) -> AudioProcessor | None:
+        """The processor of audio; None where records may have none."""
+        found: AudioProcessor | None = self._audio or self._of_model("audio")
         return found
 
     @property
@@ -407,6 +418,7 @@ class FlowDataModule(L.LightningDataModule):
             "shuffle",
             "images",
             "videos",
+            "audio",
             "template",
         )
         index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
@@ -434,6 +446,7 @@ class FlowDataModule(L.LightningDataModule):
             self.ignore_columns,
             self.columns,
             self._condition_rows,
+            self.audio,
         )
         sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
         if any(is_stream(each) for each in sources):
@@ -484,6 +497,7 @@ class FlowDataModule(L.LightningDataModule):
             augment=self.augment if stage == "train" else None,
             seed=self.seed,
             videos=self.videos,
+            audio=self.audio,
         )
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)
@@ -510,7 +524,8 @@ class FlowDataModule(L.LightningDataModule):
         fingerprint_of = getattr(getattr(self.trainer, "lightning_module", None), "encoder_fingerprint", None)
         if self.keep_features is None or fingerprint_of is None:
             return None
-        read = [(type(each).__qualname__, each.fingerprint) for each in (self.images, self.videos) if each is not None]
+        processors = self.images, self.videos, self.audio
+        read = [(type(each).__qualname__, each.fingerprint) for each in processors if each is not None]
         return FeatureKeeping(self.keep_features, fingerprint(read), shard, fingerprint_of)
 
     def _packing_in_effect(self) -> StepPacking:

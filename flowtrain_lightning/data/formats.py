@@ -1,4 +1,4 @@
-"""Reads records, wherever they lie: a conversation with its images and videos, text alone, or token ids."""
+"""Reads records, wherever they lie: a conversation with its media, text alone, or token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import PROTOCOLS, check_readable, protocols_of
 from flowtrain_lightning.data.given_tokens import GivenTokens
 from flowtrain_lightning.data.loaded_media import OwnMedia
-from flowtrain_lightning.data.media_files import EncodedMedia, MediaAddress, MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import (
+    AudioFile,
+    EncodedMedia,
+    MediaAddress,
+    MediaFile,
+    NamedMedia,
+    VideoFile,
+)
+from flowtrain_lightning.data.media_files import file_of as place_of
 from flowtrain_lightning.data.record_fields import check_meaning, check_pictures, form_of, written_beside_turns
 from flowtrain_lightning.data.record_turns import (
     ASSISTANT,
@@ -27,7 +35,7 @@ from flowtrain_lightning.data.record_turns import (
 )
 from flowtrain_lightning.data.understood import NotUnderstoodError, check_media, check_other_names
 
-_A_FILE = {"image": "an image file", "video": "a video file"}
+_A_FILE = {"image": "an image file", "video": "a video file", "audio": "an audio file"}
 
 _LONGEST_PATH = 4096
 """Characters that systems take."""
@@ -41,8 +49,8 @@ class Record:
         where: the file and the record's number and id, for messages.
         id: the record's ``id``, or its number (from 1) where it has none.
         turns: the conversation; empty where the record is text alone or token ids.
-        media: where each image and each video is: one per marker, in order. Of a source of one's own, whatever can
-            load itself.
+        media: where each image, video and clip of audio is: one per marker, in order. Of a source of one's own,
+            whatever can load itself.
         fields: the record as it stands in the data.
         others: what the record holds beside its turns for the template to write: ``tools``, say.
         written: what is not a conversation: text alone, which is learned as it stands, a prompt and its completion,
@@ -55,7 +63,7 @@ class Record:
     where: str
     id: str
     turns: tuple[Turn, ...]
-    media: tuple[MediaFile | VideoFile | OwnMedia, ...]
+    media: tuple[NamedMedia | OwnMedia, ...]
     fields: dict[str, Any]
     others: Mapping[str, Any] = field(default_factory=dict)
     written: str | Completion | GivenTokens | None = None
@@ -63,19 +71,24 @@ class Record:
     generated: frozenset[int] = frozenset()
 
     @property
-    def files(self) -> tuple[MediaFile | VideoFile, ...]:
-        """The places of images and videos, in order, but for what loads itself."""
+    def files(self) -> tuple[NamedMedia, ...]:
+        """The places of images, videos and audio, in order, but for what loads itself."""
         return tuple(item for item in self.media if not isinstance(item, OwnMedia))
 
     @property
     def images(self) -> tuple[MediaFile, ...]:
         """The places of images, in order."""
-        return tuple(item for item in self.files if not isinstance(item, VideoFile))
+        return tuple(item for item in self.files if not isinstance(item, VideoFile | AudioFile))
 
     @property
     def videos(self) -> tuple[VideoFile, ...]:
         """The places of videos, in order."""
         return tuple(item for item in self.media if isinstance(item, VideoFile))
+
+    @property
+    def audios(self) -> tuple[AudioFile, ...]:
+        """The places of clips of audio, in order."""
+        return tuple(item for item in self.media if isinstance(item, AudioFile))
 
     @property
     def answer(self) -> str | None:
@@ -96,8 +109,8 @@ class Record:
 
     @property
     def bytes_inside(self) -> int:
-        """Bytes of images and videos that lie in the record itself."""
-        files = (item.file if isinstance(item, VideoFile) else item for item in self.files)
+        """Bytes of media that lie in the record itself."""
+        files = map(place_of, self.files)
         return sum(len(file.content) for file in files if isinstance(file, EncodedMedia))
 
 
@@ -115,7 +128,7 @@ def parse(
         fields: the value.
         store: where it lies, for messages.
         number: its number there, from 0.
-        file_of: finds the image or video that a record calls by some name.
+        file_of: finds the image, video or audio that a record calls by some name.
         ignored: fields that are as if they were not there.
         columns: which fields hold a question and an answer; None: it has one of the usual forms.
 
@@ -147,7 +160,7 @@ def _parsed(
         form = form_of(there)
         check_meaning(there, form)
         beside = {kind: _beside(there, kind, where) for kind in MARKERS}
-        conversation = conversation_of(there, len(beside["image"]), where)
+        conversation = conversation_of(there, {kind: len(items) for kind, items in beside.items()}, where)
         for kind in MARKERS:
             if not beside[kind] and (conversation is None or not conversation[1][kind]):
                 check_other_names(there, kind)
@@ -173,8 +186,8 @@ def _of_kind(
     beside: list[Any],
     where: str,
     file_of: Callable[[str], MediaFile],
-) -> list[tuple[MediaFile | VideoFile, bool]]:
-    """The images or the videos of a record, one for each of their markers, and whether they are to be generated."""
+) -> list[tuple[NamedMedia, bool]]:
+    """Media of one kind of a record, one for each of their markers, and whether they are to be generated."""
     if named and beside:
         raise DataError(f"{where}: it names {kind}s within its turns and beside them; name all of them in one way.")
     items = named or beside
@@ -196,8 +209,9 @@ def _without_turns(
     file_of: Callable[[str], MediaFile],
 ) -> Record:
     """A record of token ids, of text alone, or of a prompt and its completion."""
-    if beside["video"]:
-        raise DataError(f"{where}: only conversations may have videos; write it as 'messages'.")
+    for kind in ("video", "audio"):
+        if beside[kind]:
+            raise DataError(f"{where}: only conversations may have {kind}s; write it as 'messages'.")
     images = tuple(_media(image, "image", where, file_of) for image in beside["image"])
     if "input_ids" in fields:
         try:
@@ -223,7 +237,7 @@ def _without_turns(
 
 
 def _beside(fields: dict[str, Any], kind: str, where: str) -> list[Any]:
-    """The images or videos that are named beside the turns."""
+    """The images, videos or clips of audio that are named beside the turns."""
     both = [_several(fields.get(name)) for name in (f"{kind}s", kind)]
     if all(both):
         raise DataError(f"{where}: it has '{kind}s' and '{kind}'; name all {kind}s in one of them.")
@@ -239,10 +253,10 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _media(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile]) -> MediaFile | VideoFile:
-    """Reads the place of an image or a video."""
+def _media(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile]) -> NamedMedia:
+    """Reads the place of an image, a video or a clip of audio."""
     file = _file(item, kind, where, file_of)
-    return VideoFile(file) if kind == "video" else file
+    return VideoFile(file) if kind == "video" else AudioFile(file) if kind == "audio" else file
 
 
 def _file(item: Any, kind: str, where: str, file_of: Callable[[str], MediaFile]) -> MediaFile:

@@ -32,7 +32,7 @@ _NAMES = "media_names"
 """Under which the names of media's files are kept, each with a byte of zero behind it."""
 
 _SIZES = ("tokens", "targets", "media_start", "media_rows", "media_patches", "media_content", "media_parts")
-"""Sizes that are kept; files hold images and videos alone, so modalities only where some are to be generated."""
+"""Sizes that are kept; modalities only where some items are no images and videos to be encoded."""
 
 _MODALITY = "media_modality"
 

@@ -15,11 +15,11 @@ class LoadedMedia(NamedTuple):
     """A media item ready to be packed.
 
     Attributes:
-        pixels: ``[patches, patch_dim]`` uint8, or normalised floats; of a video, see `PackedMedia`.
-        grid: its height and width in patches.
+        pixels: ``[patches, patch_dim]`` uint8, or normalised floats; of a video or audio, see `PackedMedia`.
+        grid: its height and width in patches; of audio 1, and its frames.
         rows: rows of features that the encoder returns for it.
         normalisation: of pixels of uint8, see `ImageProcessor`.
-        size: its height and width in pixels as it was in the data.
+        size: its height and width in pixels as it was in the data; of audio its samples, and how many a second.
         clip: what a video is in time; None of an image.
         modality: which encoder takes it.
         tiles: into which a picture is cut, one below the other; None of others.

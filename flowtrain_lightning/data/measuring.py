@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flowtrain_lightning.data.audio_files import decode_samples, read_audio_header
+from flowtrain_lightning.data.audio_processor import AudioProcessor
 from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
@@ -21,13 +23,21 @@ from flowtrain_lightning.data.image_files import decode, read_header
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import OwnMedia
 from flowtrain_lightning.data.media_content import content_numbers
-from flowtrain_lightning.data.media_files import MediaAddress, MediaError, MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import (
+    AudioFile,
+    MediaAddress,
+    MediaError,
+    NamedMedia,
+    VideoFile,
+    file_of,
+    kind_of,
+)
 from flowtrain_lightning.data.media_status import MediaStatus
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.tokenization import Tokenizer
 from flowtrain_lightning.data.video_files import decode_frames, read_video_header
 from flowtrain_lightning.data.video_processor import VideoProcessor
-from flowtrain_lightning.packing import IMAGE, IntArray, NameArray, SampleSizes
+from flowtrain_lightning.packing import AUDIO, IMAGE, IntArray, NameArray, SampleSizes
 from flowtrain_lightning.packing.role_graph import GENERATED
 
 Unreadable = Literal["error", "drop"]
@@ -51,6 +61,7 @@ class Measure:
         ignored: fields of records that are as if they were not there.
         columns: which fields hold a question and an answer, where records have none of the usual forms.
         condition_rows: places that an image to be generated has among the tokens; None: records may have none.
+        audio: the frames that a clip of audio becomes; None: records may have no audio.
     """
 
     tokenizer: Tokenizer
@@ -63,6 +74,7 @@ class Measure:
     ignored: frozenset[str] = frozenset()
     columns: Columns | None = None
     condition_rows: int | None = None
+    audio: AudioProcessor | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -77,13 +89,14 @@ class Measure:
             sorted(self.protocols),
             sorted(self.ignored),
         ]
+        rule += [] if self.audio is None else [f"audio {self.audio.fingerprint}"]
         rule += [] if self.columns is None else [repr(self.columns)]
         rule += [] if self.condition_rows is None else [f"condition rows {self.condition_rows}"]
         return fingerprint([_FORMAT, self.tokenizer.fingerprint, rule])
 
     def reaching(self, record: Record) -> Record:
         """The record with its addresses as far as they may be opened."""
-        if not self.protocols or not any(isinstance(_file_of(item), MediaAddress) for item in record.media):
+        if not self.protocols or not any(isinstance(file_of(item), MediaAddress) for item in record.files):
             return record
         return replace(record, media=tuple(_reaching(item, self.protocols) for item in record.media))
 
@@ -92,16 +105,10 @@ class Measure:
         return token_sequence(record, self.template, self.tokenizer, rows, prompt=self.prompt, videos=self.videos)
 
 
-def _file_of(item: MediaFile | VideoFile | OwnMedia) -> MediaFile | OwnMedia:
-    return item.file if isinstance(item, VideoFile) else item
-
-
-def _reaching(item: MediaFile | VideoFile | OwnMedia, protocols: frozenset[str]) -> MediaFile | VideoFile | OwnMedia:
-    file = _file_of(item)
-    if not isinstance(file, MediaAddress):
-        return item
-    file = replace(file, named=protocols)
-    return VideoFile(file) if isinstance(item, VideoFile) else file
+def _reaching(item: NamedMedia | OwnMedia, protocols: frozenset[str]) -> NamedMedia | OwnMedia:
+    if isinstance(item, VideoFile | AudioFile) and isinstance(item.file, MediaAddress):
+        return replace(item, file=replace(item.file, named=protocols))
+    return replace(item, named=protocols) if isinstance(item, MediaAddress) else item
 
 
 class MeasuredMedia(NamedTuple):
@@ -115,7 +122,7 @@ class MeasuredMedia(NamedTuple):
         status: their files.
         content: ``[media items]`` equal numbers for equal media items, see `SampleSizes`.
         parts: ``[media items]`` moments of a clip, tiles of a picture, else 1.
-        generated: ``[media items]`` whether each is to be generated.
+        modality: ``[media items]`` of each; `GENERATED` where it is to be generated.
     """
 
     patches: IntArray
@@ -125,13 +132,13 @@ class MeasuredMedia(NamedTuple):
     status: MediaStatus
     content: IntArray
     parts: IntArray
-    generated: NDArray[np.bool_]
+    modality: NameArray
 
     @classmethod
     def none(cls, *, usable: bool) -> MeasuredMedia:
         """That of a record without media, or of one whose media cannot be used."""
         nothing = np.empty(0, np.int64)
-        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing, nothing, nothing.astype(bool))
+        return cls(nothing, nothing, usable, 0, MediaStatus.none(), nothing, nothing, nothing.astype(str))
 
 
 class _Size(NamedTuple):
@@ -185,16 +192,17 @@ def measured_media(record: Record, measure: Measure, folder: Path = Path()) -> M
     content = content_numbers(record.files, status, alone=len(record.media) == 1)
     generated = np.isin(np.arange(len(table)), [*record.generated])
     content[generated] = -1  # what is generated twice has two conditions
+    heard = [isinstance(item, AudioFile) for item in record.files]
+    modality = np.where(generated, GENERATED, np.where(heard, AUDIO, IMAGE))
     patches, rows, animated, parts = table.T
-    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, parts, generated)
+    return MeasuredMedia(patches, rows, True, int(animated.sum()), status, content, parts, modality)
 
 
-def unusable(item: MediaFile | VideoFile | OwnMedia, record: Record, error: MediaError) -> DataError:
+def unusable(item: NamedMedia | OwnMedia, record: Record, error: MediaError) -> DataError:
     """Says why a media item cannot be used."""
-    kind = "video" if isinstance(item, VideoFile) else "media item" if isinstance(item, OwnMedia) else "image"
     return DataError(
-        f"{record.where}: {kind} {item} cannot be used: {error}; correct the record, or leave such records out with "
-        "IndexConfig(unreadable='drop')."
+        f"{record.where}: {kind_of(item)} {item} cannot be used: {error}; correct the record, or leave such "
+        "records out with IndexConfig(unreadable='drop')."
     )
 
 
@@ -208,9 +216,11 @@ def _to_generate(size: _Size, record: Record, measure: Measure) -> _Size:
     return size._replace(rows=measure.condition_rows, parts=1)
 
 
-def _measured(item: MediaFile | VideoFile, record: Record, measure: Measure) -> _Size:
+def _measured(item: NamedMedia, record: Record, measure: Measure) -> _Size:
     if isinstance(item, VideoFile):
         return _measured_video(item, record, measure)
+    if isinstance(item, AudioFile):
+        return _measured_audio(item, record, measure)
     header = read_header(item)
     size = header.height, header.width
     grid = measure.images.size(*size, alone=len(record.media) == 1)
@@ -234,6 +244,18 @@ def _measured_video(video: VideoFile, record: Record, measure: Measure) -> _Size
     return _Size(sampled.patches, rows, parts=sampled.clip.moments)
 
 
+def _measured_audio(audio: AudioFile, record: Record, measure: Measure) -> _Size:
+    if measure.audio is None:
+        raise DataError(
+            f"{record.where}: it has audio, but nothing says what becomes of audio. Train a model that hears, or give "
+            "FlowDataModule(audio=AudioProcessor(...)) to one of your own."
+        )
+    samples = measure.audio.samples(read_audio_header(audio))
+    if measure.unreadable == "drop":
+        decode_samples(audio)
+    return _Size(measure.audio.frames(samples), measure.audio.rows_of_features(samples))
+
+
 def measure_records(
     records: Sequence[Record], measure: Measure, threads: Executor, folder: Path = Path()
 ) -> MeasuredRecords:
@@ -252,7 +274,7 @@ def measure_records(
     with_media = threads.map(lambda record: measured_media(record, measure, folder), [r for r in records if r.media])
     nothing = np.empty(0, np.int64)
     usable, columns, rows, patches, content, parts = [], [], [nothing], [nothing], [nothing], [nothing]
-    generated = [nothing.astype(bool)]
+    modality = [nothing.astype(str)]
     animated, status = 0, []
     for record in records:
         media = next(with_media) if record.media else MeasuredMedia.none(usable=True)
@@ -267,17 +289,17 @@ def measure_records(
         patches.append(media.patches[:items])
         content.append(media.content[:items])
         parts.append(media.parts[:items])
-        generated.append(media.generated[:items])
+        modality.append(media.modality[:items])
         status.append(media.status.first(items))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 3).T.copy()
-    told = np.concatenate(generated)
+    named = np.concatenate(modality)
     sizes = SampleSizes(
         tokens=table[0],
         targets=table[1],
         media_start=np.concatenate([[0], np.cumsum(table[2])]).astype(np.int64),
         media_rows=np.concatenate(rows),
         media_patches=np.concatenate(patches),
-        media_modality=np.where(told, GENERATED, IMAGE) if told.any() else None,
+        media_modality=named if (named != IMAGE).any() else None,
         media_content=np.concatenate(content),
         media_parts=np.concatenate(parts),
     )

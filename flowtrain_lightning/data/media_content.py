@@ -9,14 +9,23 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
-from flowtrain_lightning.data.media_files import EncodedMedia, MediaError, MediaFile, VideoFile, opened
+from flowtrain_lightning.data.media_files import (
+    AudioFile,
+    EncodedMedia,
+    MediaError,
+    NamedMedia,
+    VideoFile,
+    file_of,
+    kind_of,
+    opened,
+)
 from flowtrain_lightning.data.media_status import MediaStatus
 from flowtrain_lightning.packing import IntArray
 
 _BLOCK = 1 << 20
 
 
-def content_numbers(items: Sequence[MediaFile | VideoFile], status: MediaStatus, *, alone: bool) -> IntArray:
+def content_numbers(items: Sequence[NamedMedia], status: MediaStatus, *, alone: bool) -> IntArray:
     """``[media items]`` equal numbers for equal media items, as far as that is known without reading files.
 
     A local file is told by its path, size and time of change, what stands in the data by its bytes; what lies behind an
@@ -31,9 +40,9 @@ def content_numbers(items: Sequence[MediaFile | VideoFile], status: MediaStatus,
     return np.array([_number(item, name, of_file, alone) for item, name, of_file in found], dtype=np.int64)
 
 
-def _number(item: MediaFile | VideoFile, name: str, of_file: Sequence[int], alone: bool) -> int:
-    file = item.file if isinstance(item, VideoFile) else item
-    digest = hashlib.blake2b(f"{isinstance(item, VideoFile)} {alone};".encode(), digest_size=8)
+def _number(item: NamedMedia, name: str, of_file: Sequence[int], alone: bool) -> int:
+    file = file_of(item)
+    digest = hashlib.blake2b(f"{kind_of(item)} {alone};".encode(), digest_size=8)
     if isinstance(file, EncodedMedia):
         digest.update(file.content)
     elif name:
@@ -44,7 +53,7 @@ def _number(item: MediaFile | VideoFile, name: str, of_file: Sequence[int], alon
     return int.from_bytes(digest.digest(), "little") >> 1  # not negative
 
 
-def content_name(item: MediaFile | VideoFile | OwnMedia, *, alone: bool) -> str:
+def content_name(item: NamedMedia | OwnMedia, *, alone: bool) -> str:
     """A name of a media item's content: of the bytes of its file, or of what an item of one's own gives.
 
     Args:
@@ -56,9 +65,9 @@ def content_name(item: MediaFile | VideoFile | OwnMedia, *, alone: bool) -> str:
     """
     if isinstance(item, OwnMedia):
         return _loaded_name(item.load())
-    is_video = isinstance(item, VideoFile)
-    digest = hashlib.blake2b(f"{'video' if is_video else 'image'} {alone and not is_video};".encode(), digest_size=20)
-    with opened(item.file if isinstance(item, VideoFile) else item, MediaError) as file:
+    alike = isinstance(item, VideoFile | AudioFile)  # whatever else its record has
+    digest = hashlib.blake2b(f"{kind_of(item)} {alone and not alike};".encode(), digest_size=20)
+    with opened(file_of(item), MediaError) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

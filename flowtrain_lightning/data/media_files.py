@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flowtrain_lightning.data.data_path import PROTOCOLS, data_path, is_local, protocols_of
+from flowtrain_lightning.data.loaded_media import OwnMedia
 
 
 class MediaError(ValueError):
@@ -23,7 +24,7 @@ class EncodedMedia:
 
     Attributes:
         name: for messages.
-        content: the bytes of an image or video file.
+        content: the bytes of an image, video or audio file.
     """
 
     name: str
@@ -87,6 +88,35 @@ class VideoFile:
 
     def __str__(self) -> str:
         return str(self.file)
+
+
+@dataclass(frozen=True)
+class AudioFile:
+    """A clip of audio that a record names or holds.
+
+    Attributes:
+        file: where it is.
+    """
+
+    file: MediaFile
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+
+NamedMedia = MediaFile | VideoFile | AudioFile
+"""A media item of a record: an image by its place alone."""
+
+
+def file_of(item: NamedMedia) -> MediaFile:
+    """The place of a media item."""
+    return item.file if isinstance(item, VideoFile | AudioFile) else item
+
+
+def kind_of(item: NamedMedia | OwnMedia) -> str:
+    """``"image"``, ``"video"`` or ``"audio"``; ``"media item"`` of one that knows how it is read."""
+    kinds = {VideoFile: "video", AudioFile: "audio"}
+    return kinds.get(type(item), "media item" if isinstance(item, OwnMedia) else "image")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Size and time of change of the files that hold images and videos, by which one that was rewritten is noticed."""
+"""Size and time of change of the files that hold media, by which one that was rewritten is noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.loaded_media import OwnMedia
-from flowtrain_lightning.data.media_files import MediaAddress, MediaError, MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import MediaAddress, MediaError, NamedMedia, file_of, kind_of
 from flowtrain_lightning.packing import IntArray
 
 _UNKNOWN = (-1, -1)
@@ -43,7 +43,7 @@ class MediaStatus(NamedTuple):
         return cls([], np.empty((0, 2), np.int64))
 
     @classmethod
-    def of(cls, items: Sequence[MediaFile | VideoFile], folder: Path) -> MediaStatus:
+    def of(cls, items: Sequence[NamedMedia], folder: Path) -> MediaStatus:
         """That of these items now.
 
         Args:
@@ -87,7 +87,7 @@ def status_of(found: IntArray) -> tuple[tuple[int, int], ...]:
     return tuple((size, changed) for size, changed in found.tolist())
 
 
-def refuse_rewritten(item: MediaFile | VideoFile | OwnMedia, number: int, record: Record) -> None:
+def refuse_rewritten(item: NamedMedia | OwnMedia, number: int, record: Record) -> None:
     """Raises a DataError where a media item's file is another one than when the record was measured.
 
     Args:
@@ -99,16 +99,15 @@ def refuse_rewritten(item: MediaFile | VideoFile | OwnMedia, number: int, record
     path = None if isinstance(item, OwnMedia) else _local_path(item)
     if path is None or before == _UNKNOWN or (now := _found(path)) == before:
         return
-    kind = "video" if isinstance(item, VideoFile) else "image"
     how = "is gone; it was removed" if now == _GONE else f"was rewritten ({before[0]} bytes then, {now[0]} now)"
     raise DataError(
-        f"{record.where}: {kind} {item} {how} after it was indexed, so the sample is not the one that was planned. "
-        "Leave files as they are while a run reads them; start again to index it anew."
+        f"{record.where}: {kind_of(item)} {item} {how} after it was indexed, so the sample is not the one that was "
+        "planned. Leave files as they are while a run reads them; start again to index it anew."
     )
 
 
-def _local_path(item: MediaFile | VideoFile) -> Path | None:
-    file = item.file if isinstance(item, VideoFile) else item
+def _local_path(item: NamedMedia) -> Path | None:
+    file = file_of(item)
     if isinstance(file, MediaAddress):
         try:
             file = file.path()

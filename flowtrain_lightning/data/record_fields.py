@@ -12,7 +12,7 @@ from typing import Any
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.understood import NotUnderstoodError
 
-_MEDIA = ("image", "images", "video", "videos")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _BESIDE_TURNS = (*_MEDIA, "system", "tools")
 
 FORMS: dict[str, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ _MASKS = (
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width", "detail")
 _FRAMES = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start", "video_end")
 _WRITING = ("documents", "chat_template", "chat_template_kwargs", "enable_thinking", "reasoning_content", "channel")
-_MODALITIES = ("audio", "audios", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+_MODALITIES = ("input_features", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 _NOT_SUPPORTED = (*_UNPAIRED, *_WEIGHTS, *_MASKS, *_SIZES, *_FRAMES, *_WRITING, *_MODALITIES)
 
 _OF_TOKENS = ("special_tokens_mask", "token_type_ids")
@@ -50,34 +50,19 @@ _OF_TOKENS = ("special_tokens_mask", "token_type_ids")
 
 _ENDINGS = (
     *("avif", "bmp", "gif", "heic", "heif", "jfif", "jp2", "jpe", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm"),
-    *(
-        "tga",
-        "tif",
-        "tiff",
-        "webp",
-        "asf",
-        "avi",
-        "flv",
-        "m4v",
-        "mkv",
-        "mov",
-        "mp4",
-        "mpeg",
-        "mpg",
-        "ogv",
-        "webm",
-        "wmv",
-    ),
+    *("tga", "tif", "tiff", "webp", "asf", "avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm"),
+    *("wmv", "aac", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav"),
 )
 _PATH = re.compile(rf"[^\n]{{1,4096}}\.({'|'.join(_ENDINGS)})", re.IGNORECASE)
 _ADDRESS = re.compile(r"https?://")
-_BASE64 = re.compile(r"data:(image|video)/|(/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{32}")
+_BASE64 = re.compile(r"data:(image|video|audio)/|(/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{32}")
 _FIRST_BYTES = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|RIFF.{4}(WEBP|AVI )|II\*\0|MM\0\*|.{4}ftyp|\0\0\0\x0cjP|\x1aE\xdf\xa3|OggS"
+    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|RIFF.{4}(WEBP|AVI |WAVE)|fLaC|ID3[\2-\4]|\xff[\xf2\xf3\xfa\xfb]"
+    rb"|II\*\0|MM\0\*|.{4}ftyp|\0\0\0\x0cjP|\x1aE\xdf\xa3|OggS"
     rb"|FLV\x01|\x30\x26\xb2\x75|\0\0\x01[\xb3\xba]|P[1-7]\s|BM.{4}\0{4}",
     re.DOTALL,
 )
-"""Of files of images and videos."""
+"""Of files of images, videos and audio."""
 
 _DEEPEST = 4
 """Levels of lists and objects in which a picture is looked for."""
@@ -139,7 +124,7 @@ def check_meaning(fields: Mapping[str, Any], form: str | None) -> None:
 
 
 def check_pictures(fields: Mapping[str, Any], form: str | None, read: Collection[str]) -> None:
-    """Refuses a record with an image or a video where none is looked for, so that it would be learned without.
+    """Refuses a record with an image, a video or audio where none is looked for, so that it would be learned without.
 
     Args:
         fields: the record.
@@ -154,8 +139,8 @@ def check_pictures(fields: Mapping[str, Any], form: str | None, read: Collection
         found = _picture_in(value, names, _DEEPEST)
         if found:
             raise NotUnderstoodError(
-                f"it holds {name!r} with {found}, which is not read; images and videos are named as 'images' and "
-                f"'videos'. Name it so, {_INSTEAD.format(name=name)}"
+                f"it holds {name!r} with {found}, which is not read; media are named as 'images', 'videos' and "
+                f"'audios'. Name it so, {_INSTEAD.format(name=name)}"
             )
 
 
@@ -184,9 +169,9 @@ def _are_as_many(value: Any, ids: Any) -> bool:
 
 
 def _picture_in(value: Any, read: Collection[str], deep: int) -> str | None:
-    """Says what of an image or a video a value holds; None where it holds nothing."""
+    """Says what of an image, a video or audio a value holds; None where it holds nothing."""
     if isinstance(value, bytes | bytearray):
-        return "bytes of an image or a video" if _FIRST_BYTES.match(value) else None
+        return "bytes of an image, a video or audio" if _FIRST_BYTES.match(value) else None
     if isinstance(value, str):
         return _picture_named(value, read)
     if isinstance(value, dict):
@@ -203,7 +188,7 @@ def _picture_in(value: Any, read: Collection[str], deep: int) -> str | None:
 
 def _picture_named(value: str, read: Collection[str]) -> str | None:
     if _BASE64.match(value):
-        return "bytes of an image or a video"
+        return "bytes of an image, a video or audio"
     if not _PATH.fullmatch(value) or value.replace("\\", "/").rpartition("/")[2] in read:
         return None
     # Where images are read, an address of the web tells where they were found.

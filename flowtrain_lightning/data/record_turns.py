@@ -11,15 +11,15 @@ from flowtrain_lightning.data.completion import COMPLETED
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.understood import NotUnderstoodError, check_part, system_of, written_in_turn
 
-MARKERS = {"image": "<image>", "video": "<video>"}
-"""Mark in a record's text where its next image or video belongs."""
+MARKERS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
+"""Mark in a record's text where its next image, video or clip of audio belongs."""
 
 _MARKER = re.compile("|".join(MARKERS.values()))
 _KINDS = {marker: kind for kind, marker in MARKERS.items()}
 
 _PART_TYPES = {"text": "text", **{f"{kind}{end}": kind for kind in MARKERS for end in ("", "_url")}}
 _PART_KEYS = {kind: (kind, "path", "url", f"{kind}_url") for kind in MARKERS}
-"""Under which a part of a content may name its image or video; parts that name none take the next of the record's."""
+"""Under which a part of a content may name its media item; parts that name none take the next of the record's."""
 
 _WRITTEN_AS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Usual fields of the turns in each list; either list may use the other's."""
@@ -32,7 +32,7 @@ _PAIR = ("user", ASSISTANT)
 _LLAVA_ROLES = {"human": "user", "gpt": ASSISTANT}
 
 Named = dict[str, list[Any]]
-"""``"image"`` or ``"video"`` -> what turns name of it, in order; what is to be generated is `ToGenerate`."""
+"""The kind of media -> what turns name of it, in order; what is to be generated is `ToGenerate`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ToGenerate:
 
 @dataclass(frozen=True)
 class Turn:
-    """The words of one role, with an ``<image>`` or ``<video>`` marker for each media item.
+    """The words of one role, with an ``<image>``, ``<video>`` or ``<audio>`` marker for each media item.
 
     Attributes:
         role: who says it.
@@ -60,7 +60,7 @@ class Turn:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``"image"`` or ``"video"`` for each marker, in order."""
+        """``"image"``, ``"video"`` or ``"audio"`` for each marker, in order."""
         return tuple(_KINDS[marker] for marker in _MARKER.findall(self.text))
 
     @property
@@ -69,16 +69,19 @@ class Turn:
         return _MARKER.split(self.text)
 
 
-def conversation_of(fields: dict[str, Any], images: int, where: str) -> tuple[tuple[Turn, ...], Named] | None:
-    """The turns of a record, and the images and videos that are named within them; None where it is no conversation.
+def conversation_of(
+    fields: dict[str, Any], beside: Mapping[str, int], where: str
+) -> tuple[tuple[Turn, ...], Named] | None:
+    """The turns of a record, and the media that are named within them; None where it is no conversation.
 
     ``prompt`` and ``completion`` are TRL's, of which only the completion is learned; ``texts`` are pairs of a question
     and an answer as in The Cauldron and FineVision. Where these or ``messages`` mark no place of an image, images stand
-    before the first user's text, as TRL puts them. LLaVA's ``conversations`` mark all.
+    before the first user's text, as TRL puts them; clips of audio likewise, behind the images. LLaVA's
+    ``conversations`` mark all.
 
     Args:
         fields: the record as it stands in the data.
-        images: how many it names beside its turns.
+        beside: how many images, videos and clips of audio it names beside its turns.
         where: for messages.
 
     Raises:
@@ -88,15 +91,15 @@ def conversation_of(fields: dict[str, Any], images: int, where: str) -> tuple[tu
     listed = next((name for name in _WRITTEN_AS if name in fields), None)
     if listed is not None:
         turns, named = _turns(fields[listed], where, listed)
-        turns = _images_first(turns, images, named) if listed == "messages" else turns
+        turns = _unmarked_first(turns, beside, named) if listed == "messages" else turns
     elif "text" in fields or "input_ids" in fields or all(isinstance(fields.get(name), str) for name in COMPLETED):
         return None
     elif all(name in fields for name in COMPLETED):
         turns, named = _completed(fields["prompt"], fields["completion"], where)
-        turns = _images_first(turns, images, named)
+        turns = _unmarked_first(turns, beside, named)
     elif "texts" in fields:
         turns, named = _pairs(fields["texts"], where), {kind: [] for kind in MARKERS}
-        turns = _images_first(turns, images, named)
+        turns = _unmarked_first(turns, beside, named)
     else:
         return None
     system = system_of(fields)
@@ -134,22 +137,28 @@ def _pairs(items: Any, where: str) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _images_first(turns: tuple[Turn, ...], images: int, named: Named) -> tuple[Turn, ...]:
-    """The turns with a marker for each image before the first user's text, where no place of an image is marked."""
+def _unmarked_first(turns: tuple[Turn, ...], beside: Mapping[str, int], named: Named) -> tuple[Turn, ...]:
+    """The turns with a marker for each image before the first user's text, where no place of one is marked; so audio.
+
+    Videos are always marked.
+    """
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
-    if first is None or named["image"] or any("image" in turn.kinds for turn in turns):
+    if first is None:
         return turns
-    marked = replace(turns[first], text=MARKERS["image"] * images + turns[first].text)
+    unmarked = [
+        kind for kind in ("image", "audio") if not named[kind] and not any(kind in turn.kinds for turn in turns)
+    ]
+    marked = replace(turns[first], text="".join(MARKERS[kind] * beside[kind] for kind in unmarked) + turns[first].text)
     return (*turns[:first], marked, *turns[first + 1 :])
 
 
 def is_reference(item: Any) -> bool:
-    """Whether it says where an image or a video is and does not hold it; ``b""`` holds one, which is empty."""
+    """Whether it says where a media item is and does not hold it; ``b""`` holds one, which is empty."""
     return isinstance(item, dict) and not isinstance(item.get("bytes"), bytes) and not item.get("bytes")
 
 
 def _turns(items: Any, where: str, name: str) -> tuple[tuple[Turn, ...], Named]:
-    """The turns of a list, and the images and videos that are named within them."""
+    """The turns of a list, and the media that are named within them."""
     if not isinstance(items, list) or not items:
         raise DataError(f"{where}: '{name}' must be a list with at least one turn.")
     role_key, text_key = _keys(items[0], name)
@@ -196,8 +205,8 @@ def _joined(parts: list[Any], named: Named, where: str) -> str:
             named[kind].extend(map(ToGenerate, found) if part.get("generate") else found)
         else:
             raise DataError(
-                f"{where}: content that is a list holds {{'type': 'text', 'text': ...}}, {{'type': 'image'}} and "
-                f"{{'type': 'video'}}, but here it has {str(part)[:80]}."
+                f"{where}: content that is a list holds {{'type': 'text', 'text': ...}}, {{'type': 'image'}}, "
+                f"{{'type': 'video'}} and {{'type': 'audio'}}, but here it has {str(part)[:80]}."
             )
     return text
 

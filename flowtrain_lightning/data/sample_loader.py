@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flowtrain_lightning.data.audio_processor import AudioProcessor
 from flowtrain_lightning.data.conversation import Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.formats import Record
@@ -16,7 +17,7 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
 from flowtrain_lightning.data.measuring import unusable
 from flowtrain_lightning.data.media_content import content_name
-from flowtrain_lightning.data.media_files import MediaError, VideoFile
+from flowtrain_lightning.data.media_files import AudioFile, MediaError, VideoFile
 from flowtrain_lightning.data.media_status import refuse_rewritten
 from flowtrain_lightning.data.sample_tokens import token_sequence
 from flowtrain_lightning.data.sources.sample_source import SampleSource
@@ -46,6 +47,7 @@ class SampleLoader:
         augment: changes images. Its chance depends on seed, epoch, sample and the image's number in it alone.
         seed: of augmentation.
         videos: makes patches of videos; None: there are none.
+        audio: makes frames of audio; None: there is none.
     """
 
     source: SampleSource
@@ -57,6 +59,7 @@ class SampleLoader:
     augment: Augment | None = None
     seed: int = 0
     videos: VideoProcessor | None = None
+    audio: AudioProcessor | None = None
 
     def sequence(self, record: Record, tokens: int, rows: IntArray) -> TokenSequence:
         """A sample's tokens and labels.
@@ -106,6 +109,9 @@ class SampleLoader:
             if isinstance(item, VideoFile):
                 assert self.videos is not None, "who measures videos knows what becomes of them"
                 loaded = self.videos.load(item, parts)
+            elif isinstance(item, AudioFile):
+                assert self.audio is not None, "who measures audio knows what becomes of it"
+                loaded = self.audio.load(item)
             elif isinstance(item, OwnMedia):
                 loaded = item.load()
             else:

@@ -74,7 +74,7 @@ def _refuse_media(ids: IntArray, hold: str, record: Record, template: Template, 
     found = ids[np.isin(ids, of_media)]
     if len(found):
         raise DataError(
-            f"{record.where}: its {hold} {len(found)} tokens that stand for an image or a video ({found[0]}), but it "
+            f"{record.where}: its {hold} {len(found)} tokens that stand for a media item ({found[0]}), but it "
             "has none. Name its images ('images'), write text with images as 'messages', or take the tokens out."
         )
 

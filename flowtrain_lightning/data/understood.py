@@ -11,7 +11,8 @@ _FRAMES = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pi
 _LEARNED = ("weight", "loss")
 """Under which a turn may say that it is not learned."""
 
-_PART = frozenset({"type", "image", "video", "path", "url", "image_url", "video_url", "text", "bytes", "generate"})
+_NAMED = tuple(f"{kind}{end}" for kind in ("image", "video", "audio") for end in ("", "_url"))
+_PART = frozenset({"type", "text", "path", "url", "bytes", "generate", *_NAMED})
 
 
 class NotUnderstoodError(ValueError):
@@ -35,7 +36,7 @@ def check_other_names(fields: Mapping[str, Any], kind: str) -> None:
 
     Args:
         fields: the record.
-        kind: ``"image"`` or ``"video"``.
+        kind: ``"image"``, ``"video"`` or ``"audio"``.
 
     Raises:
         NotUnderstoodError: it does, so that it would be learned without.
@@ -71,7 +72,7 @@ def check_media(item: Any, kind: str) -> None:
 
     Args:
         item: as it stands in the data.
-        kind: ``"image"`` or ``"video"``.
+        kind: ``"image"``, ``"video"`` or ``"audio"``.
 
     Raises:
         NotUnderstoodError: it holds that.
@@ -80,7 +81,7 @@ def check_media(item: Any, kind: str) -> None:
     named = [name for name, value in said.items() if value is not None and (name, value) != ("detail", "auto")]
     if named:
         raise NotUnderstoodError(
-            f"{'an' if kind == 'image' else 'a'} {kind} has {named[0]!r} of its own; all {kind}s follow one rule, so "
+            f"{'a' if kind == 'video' else 'an'} {kind} has {named[0]!r} of its own; all {kind}s follow one rule, so "
             "take it out and set the rule for all"
         )
 
@@ -91,7 +92,7 @@ def check_part(part: Mapping[str, Any]) -> None:
     Raises:
         NotUnderstoodError: it holds that.
     """
-    kind = "video" if str(part.get("type")).startswith("video") else "image"
+    kind = next((kind for kind in ("video", "audio") if str(part.get("type")).startswith(kind)), "image")
     check_media(part, kind)
     check_media(part.get(f"{kind}_url"), kind)
     unknown = sorted(

@@ -1,4 +1,4 @@
-"""Whether a video file reaches as far as it says: FFmpeg takes the end of one that was cut for the end of the video."""
+"""Whether a file of video or audio reaches as far as it says: readers take the end of one that was cut for its end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TRANSPORT = ((188, 0), (192, 4), (204, 0))
 def is_cut(file: BinaryIO) -> bool:
     """Whether a file ends before the place that it names, within one of its parts, or without the mark of its end.
 
-    Of Matroska, WebM, MP4, QuickTime, AVI, ASF, GIF, FLV and Ogg that tells nearly every cut. MPEG's streams have no
-    end: there a cut between two packets is not seen. Of what was written as it was sent, without a length, and where
+    Of Matroska, WebM, MP4, QuickTime, AVI, WAV, ASF, GIF, FLV and Ogg that tells nearly every cut. MPEG's streams have
+    no end: there a cut between two packets is not seen. Of what was written as it was sent, without a length, and where
     something unknown follows, nothing is said.
 
     Args:

@@ -32,6 +32,8 @@ class ImageWords:
         tiled: what is written depends on how the image was cut into tiles, not only on how many rows it has.
         write: rows of features, rows and columns of tiles -> the text, and how often each ``token`` in it stands.
         videos: how a video stands there; None where the family takes none.
+        audio: what the chat template writes for a clip of audio, and what stands for rows of features; None where the
+            family takes none.
     """
 
     placeholder: str
@@ -39,6 +41,7 @@ class ImageWords:
     tiled: bool
     write: Callable[[int, tuple[int, int]], tuple[str, list[int]]]
     videos: VideoWords | None = None
+    audio: str | None = None
 
 
 FAMILIES = (

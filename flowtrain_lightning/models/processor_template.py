@@ -14,7 +14,7 @@ import numpy as np
 from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence, Turn, VideoProcessor, open_tokenizer
 from flowtrain_lightning.data.conversation import shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.media_files import MediaFile, VideoFile
+from flowtrain_lightning.data.media_files import AudioFile, MediaFile, NamedMedia, VideoFile
 from flowtrain_lightning.data.record_turns import ASSISTANT
 from flowtrain_lightning.data.special_tokens import ForgedTokenError, IntArray, SpecialTokens, around
 from flowtrain_lightning.data.video_files import read_video_header
@@ -71,20 +71,22 @@ class ProcessorTemplate:
         self._around = around(lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.encode)
         if words.videos is not None and words.videos.token not in self._special.ids:
             words = replace(words, videos=None)  # a model that was trained for images alone
+        if words.audio not in self._special.ids:
+            words = replace(words, audio=None)
         self._words = words
         self._marked = _GENERATION.search(template) is not None
         self._names = dict(tokenizer.special_tokens_map)
         if words.tiled and tiles is None:
             raise ValueError("What is written for an image depends on its tiles; give ProcessorTemplate(tiles=...).")
-        of_videos = {} if words.videos is None else {words.videos.token: "video"}
-        self._placeholders = {words.placeholder: "image", **of_videos}
+        others = {} if words.videos is None else {words.videos.token: "video"}
+        others |= {} if words.audio is None else {words.audio: "audio"}
+        self._placeholders = {words.placeholder: "image", **others}
         self._placeholder = re.compile("|".join(map(re.escape, self._placeholders)))
-        needed = {words.placeholder: "an image", words.token: "an image", **dict.fromkeys(of_videos, "a video")}
-        missing = [name for name in needed if name not in self._special.ids]
+        missing = [name for name in (words.placeholder, words.token) if name not in self._special.ids]
         if missing:
             raise ValueError(
-                f"The tokenizer has no special token {missing[0]!r}, which stands for {needed[missing[0]]}; take the "
-                "tokenizer that belongs to the model."
+                f"The tokenizer has no special token {missing[0]!r}, which stands for an image; take the tokenizer "
+                "that belongs to the model."
             )
 
     def __repr__(self) -> str:
@@ -97,8 +99,9 @@ class ProcessorTemplate:
 
     @cached_property
     def _row_tokens(self) -> list[str]:
-        videos = self._words.videos
-        return [self._words.token] if videos is None else [self._words.token, videos.token]
+        videos, audio = self._words.videos, self._words.audio
+        others = [None if videos is None else videos.token, audio]
+        return [self._words.token, *(token for token in others if token is not None)]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -106,6 +109,7 @@ class ProcessorTemplate:
         words = [self._words.placeholder, *self._words.write(4, (1, 1))]
         if self._words.videos is not None:
             words += self._words.videos.write(4, (0.5, 1.5))
+        words += [] if self._words.audio is None else [self._words.audio]
         return fingerprint([self._template, words, open_tokenizer(self._given).fingerprint])
 
     def image_id(self, tokenizer: Tokenizer) -> int:
@@ -133,6 +137,11 @@ class ProcessorTemplate:
             raise DataError(
                 f"{record.where}: it has a video, but this model takes images only; take a model that takes videos "
                 "(Qwen2-VL, Qwen2.5-VL or Qwen3-VL), or take the record out."
+            )
+        if record.audios and self._words.audio is None:
+            raise DataError(
+                f"{record.where}: it has audio, but this model does not hear; take a model that does "
+                "(Qwen2.5-Omni or Qwen3-Omni), or take the record out."
             )
         turns = turns_to_write(record.turns, prompt)
         try:
@@ -282,11 +291,12 @@ class ProcessorTemplate:
         outside = ([], []) if self._begins_itself(written.text) else self._around
         return self._expanded(text, spans, starts, counts, rows, outside)
 
-    def _words_for(
-        self, item: MediaFile | VideoFile, rows: int, videos: VideoProcessor | None
-    ) -> tuple[str, list[int]]:
+    def _words_for(self, item: NamedMedia, rows: int, videos: VideoProcessor | None) -> tuple[str, list[int]]:
         """What is written for a media item, and how often each token in it that stands for features counts."""
         words = self._words.videos
+        if isinstance(item, AudioFile):
+            assert self._words.audio is not None, "a record with audio was refused"
+            return self._words.audio, [rows]
         if not isinstance(item, VideoFile):
             return self._words.write(rows, self._tiles(item) if self._words.tiled and self._tiles else (0, 0))
         assert words is not None, "a record with videos was refused"

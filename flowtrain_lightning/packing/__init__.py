@@ -7,6 +7,7 @@ Three ways in: :func:`~flowtrain_lightning.packing.step_planner.plan_step` plans
 
 from flowtrain_lightning.packing.cost_model import DEFAULT_COST, CostModel
 from flowtrain_lightning.packing.step_plan import (
+    AUDIO,
     IMAGE,
     SYNC_EVERY,
     Entry,
@@ -19,6 +20,7 @@ from flowtrain_lightning.packing.step_plan import (
 )
 
 __all__ = [
+    "AUDIO",
     "DEFAULT_COST",
     "IMAGE",
     "SYNC_EVERY",

@@ -21,6 +21,7 @@ BoolArray = NDArray[np.bool_]
 NameArray = NDArray[np.str_]
 
 IMAGE = "image"
+AUDIO = "audio"
 """The modality of images, and of videos, which the same encoder takes."""
 
 Batches = tuple[tuple[IntArray, ...], ...]

@@ -66,7 +66,7 @@ def test_the_record_that_names_such_an_address_is_named(file):
 
 def test_such_records_are_left_out_and_counted_where_unreadable_ones_are(file):
     told, _ = data_module(file, unreadable="drop", global_batch_size=1).index_ahead(this_process)
-    assert told.startswith("d.jsonl: 5 of 6 records used, 1 dropped for an image or a video that cannot be used")
+    assert told.startswith("d.jsonl: 5 of 6 records used, 1 dropped for a media item that cannot be used")
 
 
 def test_what_the_user_names_is_read(file):

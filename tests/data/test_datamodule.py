@@ -163,7 +163,7 @@ def test_what_was_dropped_is_logged_once(file, tmp_path, caplog):
     with caplog.at_level("INFO"):
         trained(tmp_path, data_module(file, unreadable="drop"), max_steps=1)
     told = [record.message for record in caplog.records if "records used" in record.message]
-    assert told == ["d.jsonl: 17 of 18 records used, 1 dropped for an image or a video that cannot be used."]
+    assert told == ["d.jsonl: 17 of 18 records used, 1 dropped for a media item that cannot be used."]
 
 
 def test_data_that_were_not_given_are_asked_for(file, tmp_path):

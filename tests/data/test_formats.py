@@ -243,8 +243,8 @@ BROKEN = {
     ),
     "path": ('{"image": [1], "conversations": [{"from": "human", "value": "<image>"}]}', "every image needs a path"),
     "unknown part": (
-        '{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}',
-        "content that is a list holds .* here it has .*audio",
+        '{"messages": [{"role": "user", "content": [{"type": "smell"}]}]}',
+        "content that is a list holds .* here it has .*smell",
     ),
     "images in two ways": (
         '{"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "path": "b"}]}]}',

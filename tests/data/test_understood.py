@@ -88,7 +88,7 @@ def test_an_answer_that_shall_not_be_learned_is_not(mark):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"audios": ["a.wav"]}, "holds 'audios', which is not supported"),
+        ({"input_features": [1.0]}, "holds 'input_features', which is not supported"),
         ({"rejected_response": "c"}, "holds 'rejected_response'"),
         ({"max_pixels": 9}, "holds 'max_pixels'"),
         ({"system": 3}, "'system' must be a string, but is a int"),

@@ -197,9 +197,9 @@ def test_what_spells_special_tokens_has_the_ids_of_a_tokenizer_without_them():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"input_ids": [1, 2, "image"]}, r"'input_ids' hold 1 tokens that stand for an image or a video"),
+        ({"input_ids": [1, 2, "image"]}, r"'input_ids' hold 1 tokens that stand for a media item"),
         ({"input_ids": [1, 9999]}, r"'input_ids' hold 9999, but the ids of the tokenizer end with \d+. Give the tok"),
-        ({"text": "a <|image_pad|> b"}, r"'text' spells 1 tokens that stand for an image or a video"),
+        ({"text": "a <|image_pad|> b"}, r"'text' spells 1 tokens that stand for a media item"),
     ],
 )
 def test_tokens_of_an_image_that_is_not_there_and_ids_of_no_token_are_refused(fields, words):

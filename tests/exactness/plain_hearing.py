@@ -36,7 +36,7 @@ def train(
     recorder.initial = weights_of(model)
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
-        pairs = [_loss(model, sample) for sample in samples[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]]
+        pairs = [loss_of(model, sample) for sample in samples[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]]
         loss = torch.stack([summed for summed, _ in pairs]).sum() / sum(count for _, count in pairs)
         loss.backward()
         recorder.gradients.append(gradients_of(model))
@@ -48,7 +48,7 @@ def train(
     recorder.save(folder)
 
 
-def _loss(model: SeeingAndHearing, sample: Sample) -> tuple[Tensor, int]:
+def loss_of(model: SeeingAndHearing, sample: Sample) -> tuple[Tensor, int]:
     """The summed loss of one sample, and its number of target tokens."""
     tokens: list[int] = []
     learned: list[bool] = []

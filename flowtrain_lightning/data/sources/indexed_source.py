@@ -132,7 +132,7 @@ class IndexedSource:
         unreadable = int(np.count_nonzero(~table.readable))
         told = [f"{self.store.name}: {len(self)} of {len(table)} records used"]
         if unreadable:
-            told.append(f"{unreadable} dropped for an image or a video that cannot be used")
+            told.append(f"{unreadable} dropped for a media item that cannot be used")
         if len(long) and too_long == "drop":
             told.append(f"{len(long)} dropped as longer than token_budget={token_budget}")
         if len(long) and too_long == "truncate":

@@ -27,7 +27,7 @@ _READ_AT_ONCE = 64
 """Rows that are read before they are measured together, at most."""
 
 BYTES_AT_ONCE = 1 << 26
-"""Of images and videos that lie in the rows; the row that makes them more is the last that is read."""
+"""Of media that lie in the rows; the row that makes them more is the last that is read."""
 
 
 SLOW_SECONDS = 60.0
@@ -159,7 +159,7 @@ class StreamSource:
                     sizes = found.sizes.select(np.asarray([number]))
                     fitting = self._fitting(record, sizes) if found.usable[number] else None
                     if not found.usable[number]:
-                        self._leave_out(record, "dropped for an image or a video that cannot be used")
+                        self._leave_out(record, "dropped for a media item that cannot be used")
                     media = slice(*found.sizes.media_start[number : number + 2].tolist())
                     record = replace(record, status=status_of(found.status.found[media]))
                     if fitting is not None:
@@ -230,6 +230,7 @@ class StreamSource:
             media_start=np.asarray([0, media]),
             media_rows=sizes.media_rows[:media],
             media_patches=sizes.media_patches[:media],
+            media_modality=None if sizes.media_modality is None else sizes.media_modality[:media],
             media_content=None if sizes.media_content is None else sizes.media_content[:media],
             media_parts=None if sizes.media_parts is None else sizes.media_parts[:media],
         )

@@ -21,6 +21,7 @@ from flowtrain_lightning.packing import IntArray
 _ENDINGS = {
     "image": ("avif", "bmp", "gif", "jp2", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"),
     "video": ("asf", "avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm", "wmv"),
+    "audio": ("flac", "mp3", "oga", "ogg", "opus", "wav"),
 }
 _WORDS = ("json", "txt")
 
@@ -29,7 +30,7 @@ class TarShard(DataFile):
     """A tar file that is not compressed. A location is offset and length in bytes.
 
     The files of a record follow each other; what they are follows from their endings (all behind the first dot of the
-    name). ``json`` is the record; it names images and videos by their endings or whole names or, where it names none,
+    name). ``json`` is the record; it names media by their endings or whole names or, where it names none,
     has them in order. Without ``json``, ``txt`` beside them is what the assistant says of them; alone, it is text.
     """
 
@@ -92,8 +93,8 @@ class TarShard(DataFile):
             )
         if isinstance(fields, dict):
             fields = {"id": key, **fields}
-            named = () if self.columns is None or self.columns.image is None else (self.columns.image,)
             for kind, of_kind in names.items():
+                named = () if self.columns is None else (getattr(self.columns, kind, None),)
                 if of_kind and not any(name in fields for name in (kind, f"{kind}s", "text", *named)):
                     fields |= _in_order(fields, kind, of_kind)
 
@@ -178,7 +179,7 @@ def _told(endings: frozenset[str]) -> str:
 
 
 def _in_order(fields: dict[str, Any], kind: str, names: list[str]) -> dict[str, Any]:
-    """Images or videos for the markers of a record that names none."""
+    """Media of a kind for the markers of a record that names none."""
     if "conversations" in fields:
         return {kind: names}
     named = isinstance(fields.get("messages"), list) and any(
@@ -189,7 +190,7 @@ def _in_order(fields: dict[str, Any], kind: str, names: list[str]) -> dict[str, 
 
 
 def _names_one(parts: list[Any], kind: str) -> bool:
-    """Whether a content that is a list names an image or a video by more than its place."""
+    """Whether a content that is a list names a media item of a kind by more than its place."""
     return any(
         isinstance(part, dict) and part.get("type") in (kind, f"{kind}_url") and len(part.keys() - {"type"}) > 0
         for part in parts

@@ -73,7 +73,7 @@ def test_records_with_bad_images_are_dropped_and_counted(mixed):
     (mixed.parent / "p/large.png").unlink()
     source = source_of(mixed, unreadable="drop")
     assert len(source) == 3
-    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for an image or a video that cannot be used."
+    assert source.summary == "d.jsonl: 3 of 4 records used, 1 dropped for a media item that cannot be used."
 
 
 def test_a_set_that_is_or_becomes_empty_is_refused(mixed, tmp_path):

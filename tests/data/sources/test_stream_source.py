@@ -122,7 +122,7 @@ def test_at_the_end_of_a_stream_it_is_told_what_was_left_out(tmp_path, caplog, t
     left = 18 - sum(len(samples) for _, _, samples in steps)
     assert told.startswith("stream Lines: 20 rows read, 18 of them used, 1 dropped ")
     assert "1 dropped as longer than token_budget=64" in told
-    assert "1 dropped for an image or a video that cannot be used" in told
+    assert "1 dropped for a media item that cannot be used" in told
     assert f"; {len(steps)} step{'' if len(steps) == 1 else 's'} of " in told
     assert f"{left} sample{'' if left == 1 else 's'} left out at the end of epoch 0." in told
 
