@@ -143,7 +143,7 @@ def _cpu_seconds() -> float:
 def measure(size: Size) -> dict[str, Any]:
     """The median turn of each contender in CPU seconds of all ranks together, and the share of each turn's."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        torch.multiprocessing.spawn(_rank, (RANKS, size, folder), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(_rank, (RANKS, size, folder), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
         divided, whole = torch.load(Path(folder) / "spent.pt", weights_only=True).tolist()
     ratios = sorted(one / other for one, other in zip(divided, whole, strict=True))
     return {
