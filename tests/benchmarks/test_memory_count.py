@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 
 from benchmarks.memory_count import count_batch, count_states
 from benchmarks.projected import full_media, full_microbatch
-from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator import Cluster, Layout, named_device, role_problems, typical_workload
+from flowtrain_lightning.allocator.hf_config import describe_config
+from flowtrain_lightning.allocator.memory_use import memory_use
+from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.models import QwenVLM
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import half_parameters
@@ -102,3 +106,31 @@ def test_tensor_ranks_keep_their_share_of_divided_layers_and_of_what_these_leave
         for tensor in (1, 2)
     ]
     assert 0.5 * saved[0] <= saved[1] < 0.9 * saved[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"shard": "fsdp"}, {}, {"shard": "fsdp", "replicas": 2}], ids=str)
+def test_ranks_that_share_experts_hold_what_is_planned_for_them(layout):
+    config = FAMILIES["qwen3_vl_moe"].config
+    found = count_states(QwenVLM(config), "backbone", Layout(data=4, expert=2, **layout), "none", PRECISION)
+    counted = found.weights + found.gradients + found.optimizer
+    built = QwenVLM(config)
+    built.configure_model()
+    module = describe_config(built.model.config.to_dict())
+    cluster = Cluster(named_device("h100"), 4, 8)
+    problem = role_problems(module, typical_workload(module), cluster, PRECISION)["backbone"]
+    group = 4 // layout["replicas"] if "replicas" in layout else None
+    family = Family(np.ones(1) * 4, shard=layout.get("shard", "replicate"), expert=2, group=group)
+    use = memory_use(problem, family, np.ones(1), np.ones(1)).at(0)
+    gathered = found.gathered if "shard" in layout else 0  # what planned weights and gradients have of others' shards
+    assert counted <= 1.05 * (use["weights"] + use["gradients"] + use["states"])
+    assert counted + gathered >= 0.8 * (use["weights"] + use["gradients"] + use["states"])
+
+
+@pytest.mark.full
+def test_experts_that_are_divided_are_not_gathered():
+    layouts = (Layout(data=4, expert=expert, shard="fsdp") for expert in (1, 2, 4))
+    config = FAMILIES["qwen3_vl_moe"].config
+    whole, pairs, all_ranks = (count_states(QwenVLM(config), "backbone", each, "none", PRECISION) for each in layouts)
+    assert whole.weights == pairs.weights == all_ranks.weights
+    assert all_ranks.gathered < pairs.gathered < whole.gathered

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import flowtrain_lightning as flow
+from flowtrain_lightning.parallel.blocks import compile_blocks, recompute_in_backward
 from flowtrain_lightning.parallel.expert_counts import balance_experts, counting_choices
-from flowtrain_lightning.parallel.experts import grouped_product, number_of_experts
-from tests.exactness.mixture import CHOSEN, EXPERTS, Perceptrons
+from flowtrain_lightning.parallel.experts import (
+    ExpertExchange,
+    counts_of,
+    grouped_product,
+    number_of_experts,
+    set_exchange,
+)
+from tests.exactness.mixture import CHOSEN, EXPERTS, MixtureBlock, Perceptrons
 from tests.tiny import WIDTH
 
 
@@ -80,6 +89,46 @@ def test_experts_that_do_not_train_keep_their_biases():
         experts(torch.randn(1, WIDTH).requires_grad_(), torch.tensor([[0, 1]]), torch.ones(1, CHOSEN))
     balance_experts(experts.modules(), lambda counts: None)
     assert not experts.balance.raised.any()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MixtureBlock(WIDTH, alike=False, balance=0.1) for _ in range(2))
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = layer(rows, torch.tensor([0, 4, 9], dtype=torch.int32), 5, True)
+        return rows
+
+
+def computed_by(recompute, group, compiles):
+    """Gradients of a stack of layers, and how many tokens chose each expert."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    stack = Stack().double()
+    for layer in stack.layers:
+        set_exchange(layer.experts, ExpertExchange(group))
+        recompute_in_backward(layer, recompute)
+    if compiles:
+        compile_blocks(stack, backend="aot_eager")
+    with counting_choices(True):
+        loss = stack(torch.randn(9, WIDTH, dtype=torch.float64)).square().sum()
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in stack.named_parameters()}
+    return gradients, [counts_of(layer.experts).chosen.tolist() for layer in stack.layers]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_layers_whose_experts_are_divided_compute_the_same_when_they_are_compiled(tmp_path, recompute):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        found, expected = (computed_by(recompute, dist.group.WORLD, compiles) for compiles in (True, False))
+    finally:
+        dist.destroy_process_group()
+    assert found[1] == expected[1]
+    assert all(gradient is None or gradient.equal(expected[0][name]) for name, gradient in found[0].items())
 
 
 def test_a_class_without_a_method_to_compute_says_what_is_missing():
