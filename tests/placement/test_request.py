@@ -338,3 +338,16 @@ def test_numbers_of_encoder_ranks_that_do_not_go_are_refused(settings, words):
 def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, halves):
     with pytest.raises(AllocationError, match=f"but the module has the halves {', '.join(halves)}"):
         make_request(allocation, None, None, "auto").answer(allocation.size, graph=graph_of(halves))
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        planned("separate", encoder=1, backbone=Layout(1, pipeline=3)),
+        planned("separate", encoder=Layout(2, shard="fsdp"), backbone=Layout(2, pipeline=2, shard="fsdp")),
+        replace(mixed(4, Layout(2, pipeline=2)), placement="colocated"),
+    ],
+    ids=["whole copies", "shards", "colocated"],
+)
+def test_a_backbone_in_stages_runs(allocation):
+    assert why_it_cannot_run(allocation) is None
