@@ -348,7 +348,6 @@ class FlowModule(L.LightningModule):
         if self._built is None or self._unfilled:
             self._unfilled = build_halves(self, self._local_roles, self._in_parts)
             check_halves(self)
-            self._cut_stage()
             self._built = self._local_roles
         elif not set(self._local_roles) <= set(self._built):
             raise RuntimeError(
@@ -356,6 +355,7 @@ class FlowModule(L.LightningModule):
                 f"needed with {', '.join(self._local_roles)}. Load it from a checkpoint: "
                 f"{type(self).__name__}.load_from_checkpoint(PATH)."
             )
+        self._cut_stage()
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""
@@ -498,16 +498,16 @@ class FlowModule(L.LightningModule):
         Raises:
             RuntimeError: it was cut for another stage before.
         """
-        if self._given_stage is None:
-            return
+        given, trunk = self._given_stage, self.role_graph.trunk
         if self._staged is None:
-            cut = cut_half(self, self.role_graph.trunk, *self._given_stage)
-            drop_other_stages(self, cut)
-            self._staged = StageForward(self, cut)
-        elif (self._staged.cut.stage, self._staged.cut.stages) != self._given_stage:
+            if given is not None:
+                cut = cut_half(self, trunk, *given)
+                drop_other_stages(self, cut)
+                self._staged = StageForward(self, cut)
+        elif (self._staged.cut.stage, self._staged.cut.stages) != given and trunk in self._local_roles:
             raise RuntimeError(
                 f"This {type(self).__name__} holds stage {self._staged.cut.stage} of {self._staged.cut.stages} of an "
-                "earlier run, but another one is needed now. Load it from a checkpoint: "
+                "earlier run, but other layers are needed now. Load it from a checkpoint: "
                 f"{type(self).__name__}.load_from_checkpoint(PATH)."
             )
 

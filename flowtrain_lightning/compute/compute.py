@@ -19,7 +19,7 @@ from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
-from flowtrain_lightning.compute.stage_step import HiddenStates, StageStep
+from flowtrain_lightning.compute.stage_step import StageStep
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
@@ -114,6 +114,7 @@ class Compute:
         self._context_check = self._make_context_check()
         staged = module.staged
         self._backbone_step = module.backbone_step if staged is None else StageStep(module.backbone_step, staged)
+        self._hands_on = staged is not None and not staged.cut.is_last
         self._kept = KeptFeatures(module)
 
     def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
@@ -202,8 +203,8 @@ class Compute:
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics):
             output = self._call(self._trunk, self._backbone_step, batch, features, stage)
-        if isinstance(output, HiddenStates):
-            return None, self._checked_width(output, HIDDEN, "backbone_step has hidden states")
+        if self._hands_on:
+            return None, self._checked_width((output,), HIDDEN, "backbone_step has hidden states")
         rows = self._checked_rows(output, batch) if self._generated else ()
         loss, tokens = self._checked(output[:2] if rows else output)
         metrics.close_microbatch(loss, tokens)

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel.stage_forward import StageForward
-
-
-class HiddenStates(NamedTuple):
-    """The results of a stage that is not the last.
-
-    Attributes:
-        rows: ``[tokens, width]`` what the next stage reads.
-    """
-
-    rows: Tensor
 
 
 class StageStep:
@@ -33,6 +23,7 @@ class StageStep:
     def __init__(self, method: Callable[[PackedBatch, Features, str], Any], forward: StageForward) -> None:
         self._method = method
         self._forward = forward
+        forward.attach()
 
     def __call__(self, batch: PackedBatch, features: Features, stage: str) -> Any:
         """One microbatch.
@@ -43,7 +34,7 @@ class StageStep:
             stage: of the Trainer.
 
         Returns:
-            `HiddenStates`, or on the last stage what the user's method returns.
+            ``[tokens, width]`` hidden states for the next stage, or on the last stage what the user's method returns.
 
         Raises:
             ValueError: blocks do not give one row for each token.
@@ -60,4 +51,4 @@ class StageStep:
                 f"The blocks of the backbone give {list(found.shape)} for a microbatch of {tokens} tokens. In a "
                 "pipeline they give one row for each token: [tokens, width], or [1, tokens, width]."
             )
-        return HiddenStates(found.reshape(tokens, found.shape[-1]))
+        return found.reshape(tokens, found.shape[-1])

@@ -15,7 +15,8 @@ from flowtrain_lightning.packing import IMAGE, IntArray, NameArray
 from flowtrain_lightning.packing.role_graph import GENERATED
 
 _PADDING_TOKEN = 0
-_PADDING_LENGTH = 8
+PADDING_LENGTH = 8
+"""Tokens of a microbatch without samples."""
 
 
 def pack_sequences(
@@ -62,13 +63,13 @@ def pack_sequences(
 
 def padding_microbatch() -> PackedBatch:
     """A microbatch without samples and labels, for a rank that must run one and has none: a few tokens 0."""
-    tokens = torch.full((_PADDING_LENGTH,), _PADDING_TOKEN, dtype=torch.int64)
+    tokens = torch.full((PADDING_LENGTH,), _PADDING_TOKEN, dtype=torch.int64)
     return PackedBatch(
         tokens=tokens,
         labels=torch.full_like(tokens, IGNORED_LABEL),
-        position_ids=torch.arange(_PADDING_LENGTH),
-        cu_seqlens=_boundaries([_PADDING_LENGTH]),
-        max_seqlen=_PADDING_LENGTH,
+        position_ids=torch.arange(PADDING_LENGTH),
+        cu_seqlens=_boundaries([PADDING_LENGTH]),
+        max_seqlen=PADDING_LENGTH,
         media_positions={},
         samples=(),
         targets=tokens[:0],

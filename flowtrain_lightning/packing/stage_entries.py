@@ -24,8 +24,3 @@ def hidden_entry(plan: StepPlan, stages: int, stage: int, member: int, number: i
         number: of the microbatch.
     """
     return len(plan.entries) + (member * len(plan.microbatches[0]) + number) * (stages - 1) + stage
-
-
-def hidden_rows(plan: StepPlan, member: int, number: int) -> int:
-    """Their rows: the tokens of the microbatch."""
-    return int(plan.sizes.tokens[plan.microbatches[member][number]].sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
@@ -38,6 +38,7 @@ class FullyShardedHalf:
         wrap: shards those modules within the half that are gathered alone; it is given the mesh and the other
             arguments of `fully_shard`. By default these modules are the repeated blocks.
         fill: gives the shards their numbers, if they have none yet.
+        absent: parameters of the modules that other stages hold.
         precision: what is gathered and reduced in which dtype.
         reshard_after_forward: gather blocks a second time for their backward; less memory, more communication.
         recompute: what of a block runs a second time in the backward, see `recompute_in_backward`.
@@ -55,6 +56,7 @@ class FullyShardedHalf:
         replicas: dist.ProcessGroup | None = None,
         wrap: Callable[..., None] | None = None,
         fill: Callable[[], None] | None = None,
+        absent: Collection[nn.Parameter] = (),
         precision: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool = True,
         recompute: Recompute = "none",
@@ -66,6 +68,8 @@ class FullyShardedHalf:
             CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload_parameters else OffloadPolicy()
         )
         settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+        if absent:
+            settings["ignored_params"] = {*absent}
         for block in (block for module in modules.values() for block in repeated_blocks(module)):
             recompute_in_backward(block, recompute)
         wrap = wrap or partial(shard_repeated_blocks, modules.values())
@@ -84,7 +88,8 @@ class FullyShardedHalf:
         self._layers = blake2b(digest_size=8)
         self._has_replicas = mesh.ndim > 1
         self._activations = activations or nullcontext()
-        self.parameters = list(self._root.parameters())
+        elsewhere = {id(parameter) for parameter in absent}
+        self.parameters = [parameter for parameter in self._root.parameters() if id(parameter) not in elsewhere]
         self._unused = UnusedWeights(self._root, self.parameters, mesh.device_type)
         self._wanted = [parameter.requires_grad for parameter in self.parameters]
         self._copies = None if replicas is None else ReplicatedHalf(self.parameters, replicas)
@@ -173,9 +178,11 @@ class FullyShardedHalf:
 
 
 def shard_repeated_blocks(modules: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> None:
-    """Applies `fully_shard` to every repeated block of the modules, with these arguments."""
+    """Applies `fully_shard` to every repeated block of the modules that is here, with these arguments."""
+    ignored = {id(parameter) for parameter in settings.get("ignored_params", ())}
     for block in (block for module in modules for block in repeated_blocks(module)):
-        fully_shard(block, mesh=mesh, **settings)
+        if any(id(parameter) not in ignored for parameter in block.parameters()):
+            fully_shard(block, mesh=mesh, **settings)
 
 
 class RoleForward(nn.Module):

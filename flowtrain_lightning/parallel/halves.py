@@ -197,6 +197,12 @@ def held_parameters(module: HalvedModule, role: str) -> list[nn.Parameter]:
     return [parameter for name, parameter in named if _is_under_and_here(name, paths, absent)]
 
 
+def absent_parameters(module: HalvedModule, role: str) -> list[nn.Parameter]:
+    """The parameters of one half that other stages hold."""
+    held = {id(parameter) for parameter in held_parameters(module, role)}
+    return [parameter for parameter in half_parameters(module, role) if id(parameter) not in held]
+
+
 def half_tensors(module: HalvedModule, role: str) -> list[Tensor]:
     """Parameters and buffers of one half that this rank's stage holds, in the module's order."""
     paths, absent = module.halves[role], absent_names(module)

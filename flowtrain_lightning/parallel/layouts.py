@@ -30,7 +30,7 @@ from flowtrain_lightning.parallel.expert_parallel import (
 )
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
 from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.parallel.halves import HalvedModule, held_parameters
+from flowtrain_lightning.parallel.halves import HalvedModule, absent_parameters, held_parameters
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 from flowtrain_lightning.parallel.staged_half import StagedHalf
@@ -199,6 +199,7 @@ def make_engine(
             replicas=groups.replicas,
             wrap=wrap_experts_too,
             fill=partial(fill, None),
+            absent=absent_parameters(module, role),
             precision=_PRECISION.get(precision),
             recompute=recompute,
             offload_parameters=offload in ("weights", "all"),

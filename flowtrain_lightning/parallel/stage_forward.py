@@ -45,12 +45,17 @@ class StageForward:
         self._begun = False  # a block of this stage has run
         self._running = False
         self._looks_left = _CHECKED
+        self._hooked = False
         for number, path in enumerate(cut.blocks):
-            block = module.get_submodule(path)
-            if number in cut.own:
-                block.register_forward_pre_hook(self._begin, with_kwargs=True)
-            else:
-                block.forward = partial(self._pass, number, path)
+            if number not in cut.own:
+                module.get_submodule(path).forward = partial(self._pass, number, path)
+
+    def attach(self) -> None:
+        """Lets the blocks of the stage take hidden states, once they are in their layout: before it sees any input."""
+        for path in () if self._hooked else self.cut.blocks[self.cut.own.start : self.cut.own.stop]:
+            block = self._method.module.get_submodule(path)
+            block.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        self._hooked = True
 
     def __call__(self, method: Callable[..., Any], given: Tensor | None, *args: Any) -> Any:
         """Runs the method of the user's on this stage.
@@ -109,6 +114,11 @@ class StageForward:
 
     def _pass(self, number: int, path: str, *args: Any, **kwargs: Any) -> Any:
         """In place of a block that another stage holds."""
+        if not self._running:
+            raise RuntimeError(
+                f"The block {path!r} was run outside of a step, but this rank holds stage {self.cut.stage} of "
+                f"{self.cut.stages}. Load a checkpoint of the run to compute with the whole module."
+            )
         hidden = _first(args, kwargs)
         if number >= self.cut.own.stop and self._begun:
             raise _NextStage(hidden)

@@ -36,7 +36,8 @@ class UnusedWeights:
         self._groups: list[list[tuple[int, nn.Module, str]]] = []
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                owned = [(numbers[id(parameter)], owner, name) for owner, name, parameter in _gathered_with(module)]
+                gathered = [each for each in _gathered_with(module) if id(each[2]) in numbers]  # of this stage
+                owned = [(numbers[id(parameter)], owner, name) for owner, name, parameter in gathered]
                 group = [entry for entry in owned if parameters[entry[0]].requires_grad]
                 self._groups.append(group)
                 if module is not root and group:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, RoleProblem
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, RoleProblem
 from flowtrain_lightning.allocator.candidates import why_undividable
 from flowtrain_lightning.allocator.flops import pairs_of_each
 from flowtrain_lightning.allocator.pass_time import pass_time
@@ -65,6 +65,7 @@ class ProfiledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
+            _refuse_stages(role, layout)
             if layout.ranks_of_member > 1 or layout.shard.startswith("zero") or layout.shard == "deepspeed-3":
                 raise AllocationError(
                     f"The plan's {role} has {layout.describe()}, but a profile of whole layers and sequences does not "
@@ -139,11 +140,7 @@ class ModelledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
-            if layout.pipeline > 1:
-                raise AllocationError(
-                    f"The plan's {role} has {layout.describe()}, but steps in stages are not simulated today; "
-                    "`flowtrain plan --layout` says what they are modelled to take."
-                )
+            _refuse_stages(role, layout)
             reason = why_undividable(self.problems[role], layout.tensor, layout.pipeline, layout.context)
             if reason is not None:
                 raise AllocationError(reason)
@@ -205,3 +202,12 @@ class ReadLayoutCosts(ModelledLayoutCosts):
     def batches(self, role: str, lengths: Sequence[IntArray]) -> list[PassTimes]:
         """See `ModelledLayoutCosts`."""
         return [PassTimes(0.0, 0.0)] * len(lengths) if role != self.allocation.trunk else super().batches(role, lengths)
+
+
+def _refuse_stages(role: str, layout: Layout) -> None:
+    """Raises an AllocationError for a role in stages, whose works nothing plays today."""
+    if layout.pipeline > 1:
+        raise AllocationError(
+            f"The plan's {role} has {layout.describe()}, but steps in stages are not simulated today; `flowtrain plan "
+            "--layout` says what they are modelled to take."
+        )

@@ -50,8 +50,8 @@ class Job:
         nodes: how many the ranks run on; with several, ``MASTER_ADDR`` names that of rank 0.
 
     Attributes:
-        labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"encoder 1"`` or both; with several
-            nodes followed by the name of its own.
+        labels: what each rank is, for messages and pictures: ``"backbone 0"``, ``"backbone 1, stage 1"``,
+            ``"encoder 1"`` or both; with several nodes followed by the name of its own.
         groups: the process groups; they stay after ``leave``, for what the user does after ``fit``.
     """
 
@@ -206,5 +206,5 @@ def _label(allocation: Allocation, rank: int) -> str:
     for role in allocation.roles:
         if (within := allocation.rank_within(role, rank)) is not None:
             staged = allocation.layouts[role].pipeline > 1
-            found.append(f"{role} {within}" + (f" (stage {allocation.stage_of(role, rank)})" if staged else ""))
+            found.append(f"{role} {within}" + (f", stage {allocation.stage_of(role, rank)}" if staged else ""))
     return " and ".join(found)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
+from flowtrain_lightning.data.collate import PADDING_LENGTH
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
-from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, hidden_rows, stage_name
+from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, stage_name
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
@@ -44,19 +45,21 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     # So would one that waits for other ranks inside of a pass, where others wait for what several microbatches read.
     # So would one that gives gradients back to ranks that wait for others inside of a microbatch.
     waited_for = bool(members.colocated) or plan.encoded_as is not None or bool(members.behind)
-    some_in_turns = members.in_fixed_order and waited_for
+    # Ranks of a stage wait for each other inside of a pass, where those of the next one wait for what they read.
+    some_in_turns = members.in_fixed_order and (waited_for or members.stages > 1)
     makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
+    between = tuple(_rows_between(plan, members))
     return StepProgram(
         {role.role: role for role in roles},
-        (*_made_rows(plan, made), *_hidden_rows(plan, members)),
+        (*_made_rows(plan, made), *between),
         tuple(sorted({*{entry.modality for entry in plan.entries}, *([HIDDEN] if members.stages > 1 else [])})),
         len(plan.microbatches[0]),
         members.producers_per_rank + (makes_too and bool(members.colocated)),
         1 + any(role in members.colocated for role in members.behind),
         in_turns=in_turns,
         holds_all=holds_all,
-        read_rows=_read_rows(plan) if holds_all else (),
+        read_rows=_read_rows(plan, between) if holds_all else (),
     )
 
 
@@ -93,7 +96,7 @@ def _trunk_role(
 def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch) -> RankBatch:
     """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
     members, trunk, stage = shard.members, shard.members.trunk, shard.stage
-    member, rows = shard.own[trunk], hidden_rows(plan, shard.own[trunk], batch.number)
+    member, rows = shard.own[trunk], _hidden_rows(plan, shard.own[trunk], batch.number)
     # Each stage is a reader of its own, which gives back a part of the gradients.
     read = tuple(each._replace(part=each.part * members.stages + stage) for each in batch.read)
     made: tuple[MadeEntry, ...] = ()
@@ -108,10 +111,18 @@ def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch) -> RankBatch:
     return replace(batch, made=made, read=read, rows_read=rows_read)
 
 
-def _hidden_rows(plan: StepPlan, members: StepMembers) -> Iterator[tuple[tuple[str, tuple[int, ...]], ...]]:
-    """For each member of each stage that is read, of each of its microbatches the rows of hidden states."""
+def _hidden_rows(plan: StepPlan, member: int, number: int) -> int:
+    """Rows of hidden states of a microbatch: its tokens, or those of padding."""
+    samples = plan.microbatches[member][number]
+    return int(plan.sizes.tokens[samples].sum()) if len(samples) else PADDING_LENGTH
+
+
+def _rows_between(plan: StepPlan, members: StepMembers) -> Iterator[tuple[tuple[str, tuple[int, ...]], ...]]:
+    """For each member of the trunk what one stage makes of its microbatches: of each the rows of hidden states."""
+    pads = bool(members.meeting(members.trunk).passes)
     for member, batches in enumerate(plan.microbatches if members.stages > 1 else ()):
-        yield tuple((HIDDEN, (hidden_rows(plan, member, n),)) for n, own in enumerate(batches) if len(own))
+        numbers = [number for number, own in enumerate(batches) if len(own) or pads]
+        yield tuple((HIDDEN, (_hidden_rows(plan, member, number),)) for number in numbers)
 
 
 def _role_behind(plan: StepPlan, shard: RankShard, role: str, read: Mapping[BatchOf, Sequence[int]]) -> RankRole:
@@ -227,12 +238,21 @@ def _made_rows(
     return tuple(map(tuple, found.values()))
 
 
-def _read_rows(plan: StepPlan) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
-    """For each member that reads, the modality and rows of every entry that it reads."""
+def _read_rows(
+    plan: StepPlan, between: Sequence[tuple[tuple[str, tuple[int, ...]], ...]]
+) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
+    """For each member that reads, the modality and rows of every entry that it reads.
+
+    Args:
+        plan: of the step.
+        between: what stages make of the microbatches of each member of the trunk, which the next ones read.
+    """
     read: dict[tuple[str, int], list[tuple[str, tuple[int, ...]]]] = {}
     for entry in plan.entries:
         for member in entry.members:
             read.setdefault(member, []).append((entry.modality, (entry.rows,)))
+    for number, rows in enumerate(between):
+        read.setdefault((plan.graph.trunk, number), []).extend(rows)
     return tuple(map(tuple, read.values()))
 
 

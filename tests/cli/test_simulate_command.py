@@ -199,9 +199,16 @@ def test_by_a_models_dimensions_it_plays_tensor_ranks_too(simulate, simulate_by)
 
 
 def test_a_plan_that_training_does_not_run_is_not_played(simulate):
+    layouts = {"encoder": Layout(2), "backbone": Layout(2, shard="zero1")}
+    write_plan(Allocation("separate", layouts, TENSOR.ranks), Path("zero.yaml"), "by hand")
+    with pytest.raises(SystemExit, match="gives the backbone the layout data 2, zero1"):
+        simulate("--plan", "zero.yaml")
+
+
+def test_a_plan_in_stages_runs_but_is_not_played(simulate):
     layouts = {"encoder": Layout(2), "backbone": Layout(1, pipeline=2)}
     write_plan(Allocation("separate", layouts, TENSOR.ranks), Path("stages.yaml"), "by hand")
-    with pytest.raises(SystemExit, match="gives the backbone the layout data 1, pipeline 2"):
+    with pytest.raises(SystemExit, match="data 1, pipeline 2, replicate, but steps in stages are not simulated today"):
         simulate("--plan", "stages.yaml")
 
 

@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shards beside whole copies": ("colocated 2", {"backbone": FSDP}),
     "tensor ranks": ("1+2", {"backbone": {**TENSOR, **RECOMPUTED}}),
     "tensor ranks of both roles": ("colocated 2", {"encoder": TENSOR, "backbone": TENSOR}),
+    "stages": ("1+2", {"backbone": {"pipeline": 2, **RECOMPUTED}}),
+    "stages in shards": ("1+4", {"backbone": {"pipeline": 2, **FSDP}}),
 }
 
 

@@ -13,10 +13,12 @@ PIPELINE = {"pipeline": 2}
 
 QUICK = [
     Case("1+2", {"backbone": PIPELINE}, clip=0.2),
-    Case("colocated 2", {"backbone": PIPELINE}, strategy={"encoder_activations": 1}, data=CUT),
-    Case("2+4", {"encoder": {"shard": "fsdp"}, "backbone": {**PIPELINE, "recompute": "full"}}, "32-true", data=CUT),
+    Case("colocated 2", {"backbone": PIPELINE}, strategy={"encoder_activations": 1}, clip=0.2, data=CUT),
 ]
 LONG = [
+    Case("2+4", {"encoder": {"shard": "fsdp"}, "backbone": {**PIPELINE, "recompute": "full"}}, "32-true", data=CUT),
+    Case("1+4", {"backbone": {**PIPELINE, "shard": "fsdp"}}, clip=0.2),
+    Case("2+6", {"backbone": {"pipeline": 3, "shard": "fsdp", "recompute": "full"}}, "32-true", data=CUT),
     Case("1+2", {"backbone": PIPELINE}, freeze=True),
     Case("1+3", {"backbone": {"pipeline": 3}}, "32-true", {"encoder_activations": 0}, clip=0.2, data=CUT),
     Case("1+4", {"backbone": {"pipeline": 4, "recompute": "selective"}}, strategy={"encoder_activations": 1}, data=CUT),

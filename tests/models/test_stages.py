@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def trained(family: str, layout: str, resumes: str = "") -> Path:
         name = f"{family} {layout} {resumes and 'after '}{resumes}"
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED}
-        if layout != "auto":
+        if layout == STAGES:
             arguments["roles"] = {"backbone": {"pipeline": 2}}
         if resumes:
             arguments["resumes"] = str(trained(family, resumes) / "middle.ckpt")
@@ -65,8 +65,8 @@ def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "after"), [("auto", STAGES), (STAGES, "auto")])
-def test_checkpoints_pass_between_stages_and_one_process(trained, layout, after):
+@pytest.mark.parametrize(("layout", "after"), [("colocated 1", STAGES), (STAGES, "auto")])
+def test_checkpoints_pass_between_stages_and_one_rank(trained, layout, after):
     found, whole = read_run(trained("qwen2_vl, tied", layout, after)), read_run(trained("qwen2_vl, tied", "auto"))
     assert error(found.weights[-1], whole.weights[-1]) <= 1e-9
 

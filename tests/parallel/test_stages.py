@@ -79,7 +79,8 @@ def stages_of(count: int, kind: type[Decoder] = Decoder) -> list[tuple[Whole, St
         module = Whole(kind)
         cut = cut_half(module, "backbone", stage, count)
         drop_other_stages(module, cut)
-        found.append((module, StageForward(module, cut)))
+        found.append((module, forward := StageForward(module, cut)))
+        forward.attach()
     return found
 
 
@@ -150,3 +151,9 @@ def test_a_model_that_computes_blocks_again_by_itself_is_told_who_does_it():
     loss, *_ = run(stages_of(2, ComputesAgain), torch.arange(7))
     with pytest.raises(RuntimeError, match="recompute='full'"):
         loss.backward()
+
+
+def test_the_module_of_a_stage_says_outside_of_steps_that_it_is_not_whole():
+    (module, _), _ = stages_of(2)
+    with pytest.raises(RuntimeError, match=re.escape("holds stage 0 of 2")):
+        module.backbone(torch.arange(7))

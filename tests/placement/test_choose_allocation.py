@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_keeps_the_saved_allocation_also_without_a_profile(tm
                 dict.fromkeys(("encoder", "backbone"), Layout(1, pipeline=2)),
                 dict.fromkeys(("encoder", "backbone"), (0, 1)),
             ),
-            "the ranks of a role hold whole copies",
+            "only the backbone runs in stages",
         ),
     ],
 )

@@ -126,8 +126,8 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             "data 1, pipeline 2, replicate, but only the backbone runs in stages",
         ),
         (
-            planned("separate", encoder=1, backbone=Layout(2, pipeline=2, shard="fsdp")),
-            "data 2, pipeline 2, fsdp, but in a pipeline the ranks of a stage hold whole copies",
+            planned("separate", encoder=1, backbone=Layout(2, tensor=2, pipeline=2)),
+            "data 2, tensor 2, pipeline 2, replicate, but in a pipeline the ranks of a stage hold whole copies",
         ),
         (mixed(Layout(4), Layout(1, pipeline=2)), "runs in separate and colocated placements today, not in a mixed"),
         (
@@ -158,7 +158,7 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ],
     ids=[
         "stages of an encoder",
-        "stages in shards",
+        "stages of tensor ranks",
         "stages of ranks of both kinds",
         "stages beside an encoder in shards",
         "context of the encoder",
@@ -338,3 +338,16 @@ def test_numbers_of_encoder_ranks_that_do_not_go_are_refused(settings, words):
 def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, halves):
     with pytest.raises(AllocationError, match=f"but the module has the halves {', '.join(halves)}"):
         make_request(allocation, None, None, "auto").answer(allocation.size, graph=graph_of(halves))
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        planned("separate", encoder=1, backbone=Layout(1, pipeline=3)),
+        planned("separate", encoder=Layout(2, shard="fsdp"), backbone=Layout(2, pipeline=2, shard="fsdp")),
+        replace(mixed(4, Layout(2, pipeline=2)), placement="colocated"),
+    ],
+    ids=["whole copies", "shards", "colocated"],
+)
+def test_a_backbone_in_stages_runs(allocation):
+    assert why_it_cannot_run(allocation) is None
