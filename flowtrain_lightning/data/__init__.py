@@ -9,7 +9,7 @@ out, with `workers.py` and `worker_channels.py` where other processes load, `pro
 Ray does. `feature_store.py` keeps what frozen encoders made of media.
 """
 
-from flowtrain_lightning.data.audio_files import AudioError
+from flowtrain_lightning.data.audio_header import AudioError
 from flowtrain_lightning.data.audio_processor import AudioProcessor
 from flowtrain_lightning.data.batch import (
     IGNORED_LABEL,

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import resample_poly
 
-from flowtrain_lightning.data.audio_files import AudioError, AudioHeader, decode_samples, read_audio_header
+from flowtrain_lightning.data.audio_files import decode_samples, read_audio_header
+from flowtrain_lightning.data.audio_header import AudioError, AudioHeader
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.media_files import AudioFile

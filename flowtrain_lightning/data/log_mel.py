@@ -64,7 +64,7 @@ class LogMelProcessor(AudioProcessor):
             samples: ``[samples]`` at the rate of all.
         """
         wave = torch.from_numpy(self.filled(samples))
-        shape = torch.hann_window(self.window)
+        shape = torch.hann_window(self.window, dtype=torch.float32)  # whatever a run in float64 makes usual
         found = torch.stft(wave, self.window, self.frame_samples, window=shape, return_complex=True)[..., :-1]
         energies = found.abs().square().T @ torch.from_numpy(self.filters)
         powers = energies.clamp(min=_LEAST_ENERGY).log10()

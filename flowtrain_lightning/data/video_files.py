@@ -100,7 +100,7 @@ def _decoded_from_the_beginning(video: VideoFile, numbers: IntArray) -> Iterator
 @contextmanager
 def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
     """A video's container and the stream of its pictures."""
-    av = _pyav()
+    av = pyav()
     # What a file names inside of it is not opened: it could be an address, or another file of this machine.
     options = {"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "none"}
     with opened(video.file, VideoError) as file:
@@ -125,7 +125,12 @@ def _upright(frame: Any, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.rot90(pixels, quarters) if quarters else pixels
 
 
-def _pyav() -> Any:
+def pyav() -> Any:
+    """The library that reads videos.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         import av
     except ImportError as error:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from flowtrain_lightning.data.audio_files import AudioError, decode_samples, read_audio_header
+from flowtrain_lightning.data.audio_files import decode_samples, read_audio_header
+from flowtrain_lightning.data.audio_header import AudioError
 from flowtrain_lightning.data.media_files import AudioFile, EncodedMedia
 
 RATE, SAMPLES = 16_000, 48_000

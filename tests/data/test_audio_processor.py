@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from flowtrain_lightning.data import AudioProcessor, LogMelProcessor
-from flowtrain_lightning.data.audio_files import AudioError, AudioHeader
+from flowtrain_lightning.data.audio_header import AudioError, AudioHeader
 from flowtrain_lightning.data.media_files import AudioFile, EncodedMedia
 
 SMALL = AudioProcessor(sample_rate=8000, frame_samples=10, frames_per_row=4, max_seconds=1.0)
