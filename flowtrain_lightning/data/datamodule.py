@@ -24,7 +24,7 @@ from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
 from flowtrain_lightning.data.dataloader import StepLoader
-from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.dataset import NodeRecords, StepDataset
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
 from flowtrain_lightning.data.feature_store import KeepFeatures
 from flowtrain_lightning.data.fingerprint import fingerprint
@@ -33,6 +33,8 @@ from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
 from flowtrain_lightning.data.measuring import Measure
+from flowtrain_lightning.data.node_reader import can_read_for_others
+from flowtrain_lightning.data.node_sources import NodeSources, Source, node_sources
 from flowtrain_lightning.data.ray_cluster import LocalRay, Producers, RayCluster, connect_ranks, refuse_without_ray
 from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
@@ -41,6 +43,7 @@ from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
 from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
+from flowtrain_lightning.data.sources.sample_stream import SampleStream
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
 from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of
@@ -206,7 +209,8 @@ class FlowDataModule(L.LightningDataModule):
         self.keep_features = keep_features
         self._seed = seed
         self._tokenizer = tokenizer
-        self._sources: dict[str, JoinedSources | StreamSource] = {}
+        self._sources: dict[str, Source] = {}
+        self._of_node = NodeSources()
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
         self._training: weakref.ref[StepLoader] | None = None
@@ -267,7 +271,8 @@ class FlowDataModule(L.LightningDataModule):
         if self.trainer is not None:
             alone.read_as(self.trainer.lightning_module)
         alone.trainer = alone.producers = alone._cluster = alone._local_ray = None
-        alone._sources = {name: each for name, each in self._sources.items() if not isinstance(each, StreamSource)}
+        alone.num_workers, alone._of_node = 0, NodeSources()
+        alone._sources = {name: each for name, each in self._sources.items() if not isinstance(each, SampleStream)}
         return alone
 
     @property
@@ -303,7 +308,7 @@ class FlowDataModule(L.LightningDataModule):
 
     def _summaries(self, stage: str, measurer: Measurer = this_process) -> list[str]:
         opened = self._open(stage, measurer)
-        if isinstance(opened, StreamSource):
+        if isinstance(opened, SampleStream):
             return []  # how many there are is told at its end
         told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
         try:
@@ -325,8 +330,8 @@ class FlowDataModule(L.LightningDataModule):
         if self.trainer is not None:
             settings = self.settings
             _refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
-        for name in self._wanted(stage):
-            self._sources[name] = self._open(name, media_compared=self.trainer is not None)
+        opened = {name: self._open(name, media_compared=self.trainer is not None) for name in self._wanted(stage)}
+        self._share(opened)
         if self.producers is not None and self._cluster is None:
             self._cluster, self._local_ray = connect_ranks(self.trainer, self.num_workers)
 
@@ -377,12 +382,29 @@ class FlowDataModule(L.LightningDataModule):
         for loader in self._loaders:
             loader.close()
         self._leave_ray()
+        self._leave_reader()
 
     def on_exception(self, exception: BaseException) -> None:
         """End the workers, at once: what has failed is told after this hook, and a dead worker must not hold it up."""
         for loader in self._loaders:
             loader.abandon()
         self._leave_ray(waits=False)
+        self._leave_reader()
+
+    def _share(self, opened: Mapping[str, Source]) -> None:
+        """Take these data, by the node's reader where several processes would read them whole."""
+        self._leave_reader()
+        if self.producers is None:
+            self._of_node = node_sources(opened, self.trainer, self.num_workers)
+            opened = self._of_node.sources
+        self._sources |= opened
+
+    def _leave_reader(self) -> None:
+        """End the node's reader, and forget what it gave."""
+        self._of_node.close()
+        for name in self._of_node.sources:
+            self._sources.pop(name, None)
+        self._of_node = NodeSources()
 
     def _leave_ray(self, *, waits: bool = True) -> None:
         if self._local_ray is not None:
@@ -430,9 +452,7 @@ class FlowDataModule(L.LightningDataModule):
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
 
-    def _open(
-        self, stage: str, measurer: Measurer = this_process, *, media_compared: bool = False
-    ) -> JoinedSources | StreamSource:
+    def _open(self, stage: str, measurer: Measurer = this_process, *, media_compared: bool = False) -> Source:
         """The samples of all stores of a stage; measures those that no cache knows."""
         prompts = stage == "predict"
         measure = Measure(
@@ -468,9 +488,10 @@ class FlowDataModule(L.LightningDataModule):
             raise DataError(
                 f"{stage} has a stream beside other data; mix streams by datasets.interleave_datasets, and give that."
             )
-        if self.num_workers > 0:
+        if self.num_workers > 0 and not can_read_for_others():
             raise DataError(
-                f"{stage} is a stream, which is read in order, but num_workers={self.num_workers}; set it to 0."
+                f"{stage} is a stream, but num_workers={self.num_workers}: one process can read it for several workers "
+                "on Linux only; set it to 0."
             )
         if self.producers is not None:
             raise DataError(
@@ -478,11 +499,13 @@ class FlowDataModule(L.LightningDataModule):
             )
         return StreamSource(sources[0], measure, self.token_budget, self.index)
 
-    def _source(self, name: str) -> JoinedSources | StreamSource:
+    def _source(self, name: str) -> Source:
         if name not in self.files:
             raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
         if name not in self._sources:
             self._sources[name] = self._open(name)
+            if self.trainer is None and self.num_workers > 0 and isinstance(self._sources[name], SampleStream):
+                self._share({name: self._sources[name]})
         return self._sources[name]
 
     def _loader(self, stage: str) -> StepLoader:
@@ -505,7 +528,16 @@ class FlowDataModule(L.LightningDataModule):
         _warn_of_idle_ranks(sampling, shard)
         module = getattr(self.trainer, "lightning_module", None)
         cuts_media = getattr(module or self._reader, "encodes_parts_apart", False)
-        steps = StepDataset(samples, sampling, shard, in_effect, packing.pad_to_budget, unset, cuts_media=cuts_media)
+        steps = StepDataset(
+            samples,
+            sampling,
+            shard,
+            in_effect,
+            packing.pad_to_budget,
+            unset,
+            cuts_media=cuts_media,
+            node=self._node_records(stage, shard),
+        )
         strategy = None if self.trainer is None else self.trainer.strategy
         loader = StepLoader(
             steps,
@@ -520,6 +552,19 @@ class FlowDataModule(L.LightningDataModule):
         self._loaders.add(loader)
         return loader
 
+    def _node_records(self, stage: str, shard: RankShard) -> NodeRecords | None:
+        """How records of steps are asked of the node's reader; None where this rank reads them itself."""
+        if stage not in self._of_node.records:
+            return None
+        trainer = self.trainer
+        shards = [shard] if trainer is None else getattr(trainer.strategy, "node_shards", None)
+        if shards is None:
+            assert trainer is not None
+            first = trainer.global_rank - trainer.local_rank
+            ranks = range(first, first + trainer.world_size // trainer.num_nodes)
+            shards = [RankShard.plain(rank, trainer.world_size) for rank in ranks]
+        return NodeRecords(self._of_node.records[stage], tuple(shards))
+
     def _keeping(self, shard: RankShard) -> FeatureKeeping | None:
         fingerprint_of = getattr(getattr(self.trainer, "lightning_module", None), "encoder_fingerprint", None)
         if self.keep_features is None or fingerprint_of is None:
@@ -531,7 +576,7 @@ class FlowDataModule(L.LightningDataModule):
     def _packing_in_effect(self) -> StepPacking:
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
 
-    def _steps(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
+    def _steps(self, stage: str, source: Source) -> Steps:
         """The samples of each step of a stage."""
         sizing = StepSizing(
             self.token_budget,

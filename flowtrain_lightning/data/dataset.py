@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from flowtrain_lightning.data.feature_store import FeatureStore
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.sample_loader import SampleLoader
 from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.sources.sample_stream import SampleStream
 from flowtrain_lightning.data.step_packing import StepPacking
+from flowtrain_lightning.data.step_records import SharedRecords
 from flowtrain_lightning.data.stream_steps import StreamEnded, StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, stream_state
 from flowtrain_lightning.data.workers import SharedMemoryBatch
@@ -29,6 +33,19 @@ from flowtrain_lightning.packing.step_members import StepMembers
 
 _PIECES_OF_A_BATCH = 8
 """A piece of a media item has at most such a part of an encoder batch's patches: fine pieces fill batches and ranks."""
+
+
+@dataclass(frozen=True)
+class NodeRecords:
+    """How a rank asks its node's reader for the records of steps.
+
+    Attributes:
+        records: the reader's.
+        shards: of all ranks of the node.
+    """
+
+    records: SharedRecords
+    shards: tuple[RankShard, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         stores: role -> where its features are kept; without the roles whose features are not.
         shares: a media item that several samples of a step have is encoded once.
         cuts_media: the encoder takes moments of clips and tiles of pictures apart, so that pieces are media items.
+        node: reads the records of steps for all ranks of the node; None: this rank reads its own.
     """
 
     samples: SampleLoader
@@ -56,6 +74,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
     stores: Mapping[str, FeatureStore] = field(default_factory=dict)
     shares: bool = True
     cuts_media: bool = False
+    node: NodeRecords | None = None
 
     def __len__(self) -> int:
         if self.sampling.steps is None:
@@ -117,9 +136,7 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
             DataError: a record or media item cannot be used.
         """
         plan, shard = self.plan(epoch, step, packing), self.shard
-        record_of = cache(self.samples.source.record)  # each is read once, for its tokens and for its images
-        for sample in self.needed(plan):  # in their order, since some stores are read forward
-            record_of(sample)
+        record_of = self._records(plan, epoch, step)
         microbatches: tuple[PackedBatch | None, ...] = ()
         media: dict[str, tuple[PackedMedia | None, ...]] = {}
         padding_media: dict[str, PackedMedia] = {}
@@ -135,14 +152,29 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
                 padding_media[role] = read.one_part(int(items[plan.sizes.media_patches[items].argmin()]))
         return StepBatch(plan, shard, microbatches, media, epoch, step, padding_media)
 
-    def needed(self, plan: StepPlan) -> list[int]:
-        """The samples of which this rank holds tokens or media, in the order of their source."""
-        wanted = np.zeros(len(plan.samples), dtype=bool)
-        for role, member in self.shard.own.items():
+    def needed(self, plan: StepPlan, shard: RankShard | None = None) -> list[int]:
+        """The samples of which this rank, or that of ``shard``, holds tokens or media, in the order of their source."""
+        wanted, shard = np.zeros(len(plan.samples), dtype=bool), shard or self.shard
+        for role, member in shard.own.items():
             for items in plan.batches[role][member]:
-                wanted[items if role == self.shard.members.trunk else plan.sizes.media_sample[items]] = True
+                wanted[items if role == shard.members.trunk else plan.sizes.media_sample[items]] = True
         needed: list[int] = np.unique(plan.samples[wanted]).tolist()
         return needed
+
+    def _records(self, plan: StepPlan, epoch: int, step: int) -> Callable[[int], Record]:
+        """Gives records of a step; each was read once, for its tokens and for its images."""
+        needed, source = self.needed(plan), self.samples.source
+        record_of = cache(source.record)
+        if self.node is not None:
+            of_node = Counter(chain(*(self.needed(plan, shard) for shard in self.node.shards)))
+            found = self.node.records.of_step((epoch, step), dict(sorted(of_node.items())), needed)
+            record_of = cache(self.node.records.record)
+        elif isinstance(source, SampleStream):
+            found = source.records(needed)
+        else:
+            found = [record_of(sample) for sample in needed]  # in their order, since some stores are read forward
+        held = dict(zip(needed, found, strict=True))
+        return lambda sample: held[sample] if sample in held else record_of(sample)
 
     def _stream_state(self) -> dict[str, Any] | None:
         if isinstance(self.sampling, StreamSteps):

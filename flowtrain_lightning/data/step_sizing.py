@@ -15,7 +15,7 @@ import numpy as np
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
-from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from flowtrain_lightning.data.sources.sample_stream import SampleStream
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream
 from flowtrain_lightning.packing import CostModel, IntArray, PackingError
@@ -86,7 +86,7 @@ class StepSizing:
     group_by: GroupBy | None = None
     drop_last: bool = True
 
-    def training(self, source: JoinedSources | StreamSource, *, shuffle: bool) -> Steps:
+    def training(self, source: JoinedSources | SampleStream, *, shuffle: bool) -> Steps:
         """The steps of training.
 
         Args:
@@ -97,9 +97,9 @@ class StepSizing:
             DataError: balance groups do not divide the microbatches, the data do not fill a step, or samples cannot be
                 grouped.
         """
-        if self.group_by is not None and isinstance(source, StreamSource):
+        if self.group_by is not None and isinstance(source, SampleStream):
             raise DataError("group_by='media' was given, but a stream is read in its own order; leave group_by out.")
-        if isinstance(source, StreamSource):
+        if isinstance(source, SampleStream):
             cut = self._samples(source) if self.token_steps is None else self._cut()
             return StreamSteps(source, cut, drop_last=self.drop_last)
         if self.token_steps is None:
@@ -121,13 +121,13 @@ class StepSizing:
             )
         return stream
 
-    def in_order(self, stage: str, source: JoinedSources | StreamSource) -> Steps:
+    def in_order(self, stage: str, source: JoinedSources | SampleStream) -> Steps:
         """The steps of a stage that does not train.
 
         Raises:
             DataError: there are no samples.
         """
-        if isinstance(source, StreamSource):
+        if isinstance(source, SampleStream):
             return StreamSteps(source, self._samples(source), drop_last=False)
         return self._in_samples(stage, source, self._samples(source), shuffle=False, training=False)
 
@@ -143,15 +143,14 @@ class StepSizing:
     def _groups(self, source: JoinedSources) -> MediaGroups | None:
         return None if self.group_by is None else media_groups_of(source)
 
-    def _samples(self, source: JoinedSources | StreamSource) -> int:
+    def _samples(self, source: JoinedSources | SampleStream) -> int:
         """Those of a step that has a number of samples."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         if isinstance(source, JoinedSources):
             tokens = _tokens(source)
             return self._cut(tokens.sum()).samples_that_fill(tokens)
-        source.begin(0, StreamPosition())
-        return self._cut().samples_that_fill(source.lengths(0, _FIRST_OF_A_STREAM))
+        return self._cut().samples_that_fill(source.first_lengths(_FIRST_OF_A_STREAM))
 
     def _cut(self, tokens: float = math.inf) -> StreamSettings:
         """Cuts so many tokens into steps of a number of microbatches."""

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import told_number
-from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from flowtrain_lightning.data.sources.sample_stream import SampleStream, StreamPosition
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep
@@ -44,7 +44,7 @@ class StreamSteps:
 
     def __init__(
         self,
-        source: StreamSource,
+        source: SampleStream,
         cut: StreamSettings | int,
         *,
         drop_last: bool,
@@ -56,7 +56,7 @@ class StreamSteps:
         self._drop_last = drop_last
         self._start = start
         self._epoch = self._told = -1
-        self._next = 0
+        self._next = self._asked = 0
         self._packer: StreamPacker | None = None
 
     def step(self, epoch: int, step: int) -> StreamStep | IntArray:
@@ -66,6 +66,7 @@ class StreamSteps:
             StreamEnded: the epoch ended before.
             DataError: it has no step.
         """
+        self._asked = step
         if epoch != self._epoch or step < self._next:
             self._begin(epoch, step)
         while self._next < step:
@@ -137,7 +138,7 @@ class StreamSteps:
                 f"{self._source.summary}. These are too few for one step of {what}, so an epoch would have none; lower "
                 "it, or give more data."
             )
-        if self._told != self._epoch:
+        if self._told != self._epoch and self._asked == self._next:  # of several workers one is asked for this step
             rank_zero_info(
                 f"{self._source.summary}; {told_number(self._next, 'step')} of {what}, "
                 f"{told_number(left, 'sample')} left out at the end of epoch {self._epoch}."

@@ -13,7 +13,7 @@ from flowtrain_lightning.data.collate import pack_media, pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.data.sample_loader import SampleLoader
-from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from flowtrain_lightning.data.sources.sample_stream import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, NameArray, SampleSizes
 from flowtrain_lightning.packing.role_graph import GENERATED
 
@@ -177,7 +177,7 @@ def choose(sizes: SampleSizes, largest: int = 0) -> list[int]:
 
 def _candidates(loader: SampleLoader, seed: int) -> tuple[list[int], SampleSizes]:
     source = loader.source
-    if isinstance(source, StreamSource):
+    if isinstance(source, SampleStream):
         source.begin(0, StreamPosition())
         pool = np.arange(len(source.lengths(0, _READ_OF_A_STREAM)), dtype=np.int64)
     else:

@@ -39,6 +39,13 @@ class RoleCollectives(ParallelStrategy):
         return rank_shard(self.allocation, self.global_rank, self.num_nodes)
 
     @property
+    def node_shards(self) -> tuple[RankShard, ...]:
+        """The parts of every step that the ranks of this node load."""
+        of_node = self.allocation.size // self.num_nodes
+        first = self.global_rank // of_node * of_node
+        return tuple(rank_shard(self.allocation, rank, self.num_nodes) for rank in range(first, first + of_node))
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For loaders that Lightning shards itself: by backbone data-parallel rank; encoder ranks repeat the first."""
         trunk = self.allocation.trunk

@@ -1,12 +1,13 @@
-"""Samples of a stream that can only be read in order and whose length is not known."""
+"""The rows of a stream that can only be read in order, made samples by the process that reads them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
 from flowtrain_lightning.data.media_status import status_of
+from flowtrain_lightning.data.sources.sample_stream import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _READ_AT_ONCE = 64
@@ -39,18 +41,6 @@ _END = object()
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
 
-class StreamPosition(NamedTuple):
-    """A place in an epoch of a stream.
-
-    Attributes:
-        sample: the number of the sample there.
-        read: how many rows of the stream come before it; more than samples, where some were dropped.
-    """
-
-    sample: int = 0
-    read: int = 0
-
-
 class _Held(NamedTuple):
     """A sample in the window."""
 
@@ -59,11 +49,34 @@ class _Held(NamedTuple):
     sizes: SampleSizes
 
 
-class StreamSource:
-    """Samples by their place in a stream. Those that may still be asked for are kept, in a window that moves along.
+class _Rows:
+    """A stream that is read in several passes at once, perhaps of several epochs, which it is told by ``set_epoch``.
 
-    The stream is read anew for every epoch, which it is told by ``set_epoch`` where it has that. Every rank reads it
-    whole and measures each sample, so that all know the same sizes; only images are decoded by one rank alone.
+    Args:
+        stream: gives rows, and can be iterated again and again.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._epoch: int | None = None
+
+    def from_row(self, epoch: int, number: int) -> Iterator[Any]:
+        """The rows of an epoch from this one on."""
+        while True:
+            self._epoch = epoch
+            if hasattr(self._stream, "set_epoch"):
+                self._stream.set_epoch(epoch)
+            for row in islice(iter(self._stream), number, None):
+                number += 1
+                yield row
+                if self._epoch != epoch:  # told by another pass: this one goes on with an iterator of its own
+                    break
+            else:
+                return
+
+
+class StreamSource(SampleStream):
+    """Samples of a stream that this process reads, anew for every epoch; each is measured, but its images not decoded.
 
     Args:
         stream: gives rows like those of a table: a ``datasets.IterableDataset`` or anything that can be iterated again
@@ -83,7 +96,7 @@ class StreamSource:
                 "datasets.IterableDataset."
             )
         # As tables a row keeps its images in bytes; decoded, all ranks would decode all images.
-        self._stream = stream.with_format("arrow") if hasattr(stream, "with_format") else stream
+        self._stream = _Rows(stream.with_format("arrow") if hasattr(stream, "with_format") else stream)
         self._measure = measure
         self._token_budget = token_budget
         self._too_long = config.too_long
@@ -94,52 +107,63 @@ class StreamSource:
         self._first = 0
         self._read = 0
         self._ended = False
+        self._failed: Exception | None = None
         self._left_out: Counter[str] = Counter()
 
     def begin(self, epoch: int, position: StreamPosition) -> None:
-        """Read an epoch from a position on."""
-        if hasattr(self._stream, "set_epoch"):
-            self._stream.set_epoch(epoch)
-        self._window.clear()
-        self._left_out.clear()
-        self._first, self._read, self._ended = position.sample, position.read, False
-        self._rows = islice(iter(self._stream), position.read, None)
+        """See `SampleStream`."""
+        self._window, self._left_out = deque(), Counter()
+        self._first, self._read, self._ended, self._failed = position.sample, position.read, False, None
+        self._rows = self._stream.from_row(epoch, position.read)
 
-    def __len__(self) -> int:
-        raise TypeError("A stream has no length that is known.")
+    def begun(self, epoch: int, position: StreamPosition) -> StreamSource:
+        """The same stream, read from a position of an epoch on, beside what is read of it already."""
+        beside = copy(self)
+        beside.begin(epoch, position)
+        return beside
+
+    def first_lengths(self, count: int) -> IntArray:
+        """See `SampleStream`."""
+        return self.begun(0, StreamPosition()).lengths(0, count)
 
     def lengths(self, start: int, end: int) -> IntArray:
-        """``[end - start]`` tokens of samples ``start`` to ``end``; fewer where the stream ends."""
+        """See `SampleStream`."""
         self._read_until(end)
         found = islice(self._window, start - self._first, max(end - self._first, 0))
         return np.concatenate([np.empty(0, np.int64), *(held.sizes.tokens for held in found)])
 
     def sizes(self, samples: IntArray) -> SampleSizes:
-        """The sizes of ``samples``, ``[n]`` indices, in that order."""
+        """See `SampleStream`."""
         return concatenated([self._held(sample).sizes for sample in samples.tolist()])
 
-    def record(self, sample: int) -> Record:
-        """The sample as it stands in the stream."""
-        return self._held(sample).record
+    def records(self, samples: Sequence[int]) -> list[Record]:
+        """See `SampleStream`."""
+        return [self._held(sample).record for sample in samples]
 
     def position(self, sample: int) -> StreamPosition:
-        """The position of a sample of the window, or of the next one that will be read."""
+        """See `SampleStream`."""
         number = sample - self._first
         return StreamPosition(sample, self._window[number].read if number < len(self._window) else self._read)
 
     @property
-    def samples(self) -> int:
-        """Samples of this epoch that were read so far, with those before the position from which it was begun."""
-        return self._first + len(self._window)
+    def first(self) -> int:
+        """The oldest sample that is kept."""
+        return self._first
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of images and videos inside the samples that are kept."""
+        return sum(held.record.bytes_inside for held in self._window)
 
     @property
     def summary(self) -> str:
-        """Numbers of this epoch's rows that this run has read and used, and why others were not used."""
+        """See `SampleStream`."""
+        used = self._first + len(self._window)
         left_out = [f"{count} {reason}" for reason, count in self._left_out.items()]
-        return ", ".join([f"{self.name}: {self._read} rows read, {self.samples} of them used", *left_out])
+        return ", ".join([f"{self.name}: {self._read} rows read, {used} of them used", *left_out])
 
     def forget(self, before: int) -> None:
-        """Let go of the samples before this one, which nobody asks for any more."""
+        """See `SampleStream`."""
         while self._window and self._first < before:
             self._window.popleft()
             self._first += 1
@@ -153,18 +177,27 @@ class StreamSource:
     def _read_until(self, end: int) -> None:
         with ThreadPoolExecutor(1) as threads:
             while not self._ended and self._first + len(self._window) < end:
-                records = self._next_records()
-                found = measure_records(records, self._measure, threads)
-                for number, record in enumerate(records):
-                    sizes = found.sizes.select(np.asarray([number]))
-                    fitting = self._fitting(record, sizes) if found.usable[number] else None
-                    if not found.usable[number]:
-                        self._leave_out(record, "dropped for a media item that cannot be used")
-                    media = slice(*found.sizes.media_start[number : number + 2].tolist())
-                    record = replace(record, status=status_of(found.status.found[media]))
-                    if fitting is not None:
-                        self._window.append(_Held(self._read + number, record, fitting))
-                self._read += len(records)
+                if self._failed is not None:  # whoever asks next would take the rows behind for those
+                    raise self._failed
+                try:
+                    self._read_more(threads)
+                except Exception as error:
+                    self._failed = error
+                    raise
+
+    def _read_more(self, threads: ThreadPoolExecutor) -> None:
+        records = self._next_records()
+        found = measure_records(records, self._measure, threads)
+        for number, record in enumerate(records):
+            sizes = found.sizes.select(np.asarray([number]))
+            fitting = self._fitting(record, sizes) if found.usable[number] else None
+            if not found.usable[number]:
+                self._leave_out(record, "dropped for a media item that cannot be used")
+            media = slice(*found.sizes.media_start[number : number + 2].tolist())
+            record = replace(record, status=status_of(found.status.found[media]))
+            if fitting is not None:
+                self._window.append(_Held(self._read + number, record, fitting))
+        self._read += len(records)
 
     def _next_records(self) -> list[Record]:
         """Those that are measured together; fewer where the stream ends."""

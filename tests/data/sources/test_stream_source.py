@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps
+from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps, datamodule
 from flowtrain_lightning.data.sources import stream_source
-from flowtrain_lightning.data.sources.stream_source import StreamPosition, StreamSource
+from flowtrain_lightning.data.sources.sample_stream import StreamPosition
+from flowtrain_lightning.data.sources.stream_source import StreamSource
 from tests.data.sources.test_resuming import Lines
 from tests.data.support import MEASURE, TOKEN_STEPS, data_module, message_record, trained, write_image
 
@@ -100,11 +101,15 @@ def test_a_stream_that_is_slow_or_fails_is_named_with_the_row(monkeypatch, caplo
     assert "stream Failing has not given its row 1 within 0.01 s" in caplog.text
 
 
-def test_what_cannot_be_a_stream_is_refused():
+def test_what_cannot_be_a_stream_is_refused(monkeypatch):
+    monkeypatch.setattr(datamodule, "can_read_for_others", lambda: False)
     with pytest.raises(DataError, match="generator can be read only once"):
         StreamSource((row for row in ROWS), MEASURE, 64, IndexConfig())
     for changes, words in (
-        ({"num_workers": 1}, "train is a stream, which is read in order, but num_workers=1"),
+        (
+            {"num_workers": 1},
+            "train is a stream, but num_workers=1: one process can read it for .* on Linux only",
+        ),
         ({}, "train has a stream beside other data; mix streams by datasets.interleave_datasets"),
     ):
         given = Lines(ROWS) if changes else [Lines(ROWS), Lines(ROWS)]
