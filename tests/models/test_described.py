@@ -53,12 +53,12 @@ def weights_of(name: str) -> dict[str, int]:
         return counted(config)
     with torch.device("meta"):
         model = getattr(transformers, _WITH_AUDIO[config.model_type])(config)
-    names = [role.removeprefix("encoder") for role in named_model(name).roles if role != "backbone"]
-    sizes = dict.fromkeys([f"encoder{each}" for each in names] + ["backbone"], 0)
+    planned = named_model(name)
+    sizes = dict.fromkeys(planned.roles, 0)
     for path, weight in model.named_parameters():
         heard, seen = "audio_tower" in path or "projector" in path, "visual" in path
-        of = ("_audio" if "_audio" in names else "") if heard else "_image"
-        sizes[f"encoder{of}" if heard or seen else "backbone"] += weight.numel()
+        role = planned.role_of("audio" if heard else "image") if heard or seen else "backbone"
+        sizes[role] += weight.numel()
     return sizes
 
 

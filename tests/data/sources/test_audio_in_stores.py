@@ -117,13 +117,17 @@ def test_images_and_clips_of_one_record_keep_their_order_and_their_modalities(tm
     parts = [{"type": "audio", "path": "a.wav"}, {"type": "image", "path": image}, {"type": "audio", "path": "a.wav"}]
     data = data_of(lines(tmp_path / "d.jsonl", {"messages": user(parts)}))
     data.setup("fit")
-    sizes = data._source("train").sizes(np.array([0]))
+    sizes = data.train_dataloader().steps.samples.source.sizes(np.array([0]))
     assert sizes.media_modality.tolist() == ["audio", "image", "audio"]
     first, _, last = sizes.media_content.tolist()
     assert first == last != -1
     again = data_of(tmp_path / "d.jsonl")
     again.setup("fit")  # by the index that is kept
-    assert again._source("train").sizes(np.array([0])).media_modality.tolist() == ["audio", "image", "audio"]
+    assert again.train_dataloader().steps.samples.source.sizes(np.array([0])).media_modality.tolist() == [
+        "audio",
+        "image",
+        "audio",
+    ]
 
 
 BAD = {
@@ -148,7 +152,7 @@ def test_a_clip_that_cannot_be_used_is_named_with_its_record_or_left_out(tmp_pat
         data_of(path).setup("fit")
     dropping = data_of(path, index=IndexConfig(unreadable="drop"))
     dropping.setup("fit")
-    assert len(dropping._source("train")) == 1
+    assert len(dropping.train_dataloader().steps.samples.source) == 1
 
 
 REFUSED = {
