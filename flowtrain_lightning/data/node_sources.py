@@ -45,7 +45,7 @@ class NodeSources:
 
 
 def node_sources(sources: Mapping[str, Source], trainer: L.Trainer | None, workers: int) -> NodeSources:
-    """Let one process of each node read what several would read whole. Every rank calls it.
+    """Let one process of each node read what several would read whole, or far away. Every rank calls it.
 
     Args:
         sources: stage -> its samples.
