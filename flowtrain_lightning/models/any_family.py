@@ -18,7 +18,13 @@ from flowtrain_lightning.data import Features, PackedBatch, PackedMedia
 from flowtrain_lightning.models.asked_images import AskedImages
 from flowtrain_lightning.models.block_attention import SightMask
 from flowtrain_lightning.models.checked_twin import checked_twin, settings_of
-from flowtrain_lightning.models.encoder_inputs import Arguments, EncoderInputs, PatchInputs, joined
+from flowtrain_lightning.models.encoder_inputs import (
+    Arguments,
+    EncoderInputs,
+    PatchInputs,
+    joined,
+    sound_arguments,
+)
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.found_traits import traits_of
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
@@ -35,7 +41,7 @@ _OFFSETS = "offsets"
 
 
 class AnyVLM(HuggingFaceVLM):
-    """A family without a class of its own here, on images. See `HuggingFaceVLM` for the arguments.
+    """A family without a class of its own here, on images and, if it hears, audio. For arguments see `HuggingFaceVLM`.
 
     Which parameters belong to which half, in which form features go over, and which tokens see which is found out on a
     small twin of the model. ``flowtrain check`` says whether what comes of it is exact.
@@ -46,7 +52,8 @@ class AnyVLM(HuggingFaceVLM):
         self.traits = traits_of(read_config(self.hparams["model"]))
         self.encodes_parts_apart = self.traits.apart and not self.traits.rotary  # positions are of whole images
         halves = {role: tuple(f"model.{path}" for path in paths) for role, paths in self.traits.halves.items()}
-        halves["encoder"] += tuple(f"model.{_inside(path)}" for path in self.traits.loose)
+        eye = "encoder_image" if self.traits.hears else "encoder"
+        halves[eye] += tuple(f"model.{_inside(path)}" for path in self.traits.loose)
         self.halves = halves
 
     def check_config(self, config: Any) -> None:
@@ -64,8 +71,8 @@ class AnyVLM(HuggingFaceVLM):
             pack_experts(self._text)
 
     def prepare_media(self, media: PackedMedia) -> dict[str, Tensor]:
-        """Offsets of M-RoPE, by the model's own rule."""
-        if not self.traits.rotary:
+        """Offsets of M-RoPE, by the model's own rule; those of audio are none, since it is counted as text is."""
+        if not self.traits.rotary or media.modality == "audio":
             return {}
         config = self.model.config
         items = zip(self._inputs.of_items(media), media.rows, strict=True)
@@ -73,11 +80,13 @@ class AnyVLM(HuggingFaceVLM):
         return {_OFFSETS: torch.cat([positions_of_rows(whole, item, rows, token, ends) for item, rows in items])}
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
-        """Images -> ``[sum(media.rows), width]``, more of these for deeper layers, and the offsets of M-RoPE.
+        """Images or audio -> ``[sum(media.rows), width]``; of images more of these for deeper layers, and offsets.
 
         Raises:
             ValueError: the encoder makes another number of rows than there are tokens for.
         """
+        if media.modality == "audio":
+            return self._heard(media)
         items = [_on(item, media.pixels.device, media.patches.dtype) for item in self._inputs.of_items(media)]
         calls = [joined(items)] if self._takes_several and len(items) > 1 else items
         outputs = [rows_of(whole_of(self.model).get_image_features(**call, return_dict=True)) for call in calls]
@@ -98,7 +107,9 @@ class AnyVLM(HuggingFaceVLM):
         rows = features.get("image", ())
         levels = [rows] if isinstance(rows, Tensor) else list(rows)
         offsets = levels.pop() if levels and self.traits.rotary else None
-        return own_merge(self.model, self.traits, batch, levels, offsets)
+        sounds = features.get("audio")
+        assert not isinstance(sounds, tuple), "encode gives one tensor of audio"
+        return own_merge(self.model, self.traits, batch, levels, offsets, sounds)
 
     def checked_twin(self) -> CheckedTwin | None:
         """See `HuggingFaceVLM.checked_twin`; beside it, whether the family's certificate refuses it."""
@@ -131,6 +142,23 @@ class AnyVLM(HuggingFaceVLM):
             super().save_pretrained(folder)
         finally:
             self._give_modules()
+
+    def _heard(self, media: PackedMedia) -> Tensor:
+        """``[sum(media.rows), width]`` features of clips of audio."""
+        if not self.traits.hears:
+            raise ValueError(f"{type(self.model).__name__} does not hear; leave records with audio out of its data.")
+        clips = torch.split(media.patches, media.grid[:, 1].tolist())
+        whole = whole_of(self.model)
+        # Each alone: some towers fill up short clips to the longest, and then hear the filling.
+        found = [whole.get_audio_features(**sound_arguments(clip), return_dict=True) for clip in clips]
+        rows = torch.cat([rows_of(each)[0] for each in found])
+        if len(rows) != sum(media.rows):
+            raise ValueError(
+                f"The encoder of {type(self.model).__name__} makes {len(rows)} rows of features of audio for which the "
+                f"text has {sum(media.rows)} tokens. Give the data module the audio of this model: "
+                "FlowDataModule(audio=model.audio)."
+            )
+        return rows
 
     @cached_property
     def _takes_several(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from flowtrain_lightning.models.family_traits import whole_of
 from flowtrain_lightning.models.twin import twin_config
-from flowtrain_lightning.models.twin_pictures import Picture, twin_pictures
+from flowtrain_lightning.models.twin_pictures import Picture, twin_clips, twin_pictures
 from flowtrain_lightning.models.untrainable import UntrainableError, told_as
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 
@@ -25,7 +25,7 @@ class Twin:
     Attributes:
         config: its config.
         model: of ``transformers``, as it is there.
-        pictures: three of them.
+        pictures: three of them; behind them clips of audio, of a model that hears.
         made_up: the pictures are noise in patches; else the family's image processor has made them.
     """
 
@@ -57,7 +57,8 @@ def twin_of(config: Any) -> Twin:
             )
         try:
             with torch.device("cpu"), InFloat64(), told_as(_NO_PICTURES):  # type: ignore[no-untyped-call]
-                return Twin(twin, model, twin_pictures(model, twin, made_up=made_up), made_up)
+                pictures = [*twin_pictures(model, twin, made_up=made_up), *twin_clips(model, twin)]
+                return Twin(twin, model, pictures, made_up)
         except UntrainableError as raised:  # of pictures that it does not take
             error = raised
     assert error is not None

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.models.built_twin import twin_of
+from flowtrain_lightning.models.family_traits import all_seen
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.trained_weights import add_adapters
 from flowtrain_lightning.models.twin_samples import TwinSample, packed, twin_samples
@@ -150,9 +152,8 @@ class _Comparison:
         return self._judged(errors[where], where, leak)
 
     def _judged(self, error: float, where: str, leak: float) -> Certificate:
-        half = (
-            "encoder" if where.startswith("features") else role_of(f"model.{where}", self._module.halves) or "backbone"
-        )
+        role = role_of(f"model.{where}", self._module.halves) or "backbone"
+        half = "encoder" if where.startswith("features") else role.partition("_")[0]
         trains = error <= ROUNDED and leak <= EXACT
         reason = ""
         if error > ROUNDED:
@@ -171,7 +172,7 @@ class _Comparison:
         for sample in self._samples:
             batch = sample.batch
             given = {"input_ids": batch.tokens[None], "use_cache": False}
-            given |= {**self._module.token_kinds(batch), **sample.arguments}
+            given |= {**self._module.token_kinds(batch), **all_seen(self._own, batch.tokens), **sample.arguments}
             loss = _cross_entropy(self._own(**given).logits[0], batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -182,37 +183,44 @@ class _Comparison:
         module = self._module
         module.zero_grad(set_to_none=True)
         made = self._encoded(samples)
-        leaves = tuple(rows.detach().requires_grad_(rows.is_floating_point()) for rows in made)
+        leaves = {
+            kind: tuple(rows.detach().requires_grad_(rows.is_floating_point()) for rows in levels)
+            for kind, levels in made.items()
+        }
         loss, _ = module.backbone_step(packed(samples, _PADDING), _as_features(leaves), "train")
         loss.backward()
         reached = [
             (rows, leaf.grad)
-            for rows, leaf in zip(made, leaves, strict=True)
+            for kind, levels in made.items()
+            for rows, leaf in zip(levels, leaves[kind], strict=True)
             if leaf.grad is not None and rows.requires_grad
         ]
         if reached:
             torch.autograd.backward([rows for rows, _ in reached], [gradient for _, gradient in reached])
         return float(loss.detach()), _gradients(module.model)
 
-    def _encoded(self, samples: Sequence[TwinSample]) -> tuple[Tensor, ...]:
-        items = [picture.media for sample in samples for picture in sample.pictures]
-        made = self._module.encode(pack_media(items))
+    def _encoded(self, samples: Sequence[TwinSample]) -> dict[str, tuple[Tensor, ...]]:
+        """Modality -> features of all media of samples, encoded together."""
+        media = [picture.media for sample in samples for picture in sample.pictures]
+        kinds = sorted({item.modality for item in media})
+        return {kind: self._encode([item for item in media if item.modality == kind]) for kind in kinds}
+
+    def _encode(self, media: Sequence[LoadedMedia]) -> tuple[Tensor, ...]:
+        made = self._module.encode(pack_media(media))
         return made if isinstance(made, tuple) else (made,)
 
     @torch.no_grad()
     def _tower_errors(self) -> dict[str, float]:
         """Measures how far features made together are from those made one by one."""
-        pictures = [picture.media for sample in self._samples for picture in sample.pictures]
-        alone: list[tuple[Tensor, ...]] = []
-        for picture in pictures:
-            made = self._module.encode(pack_media([picture]))
-            alone.append(made if isinstance(made, tuple) else (made,))
-        expected = [torch.cat(level) for level in zip(*alone, strict=True)]
-        pairs = zip(expected, self._encoded(self._samples), strict=True)
-        return {
-            f"features {level}": float((one - other).abs().max() / one.abs().max().clamp(min=1e-300))
-            for level, (one, other) in enumerate(pairs)
-        }
+        media = [picture.media for sample in self._samples for picture in sample.pictures]
+        found: dict[str, float] = {}
+        for kind, together in self._encoded(self._samples).items():
+            alone = [self._encode([item]) for item in media if item.modality == kind]
+            expected = [torch.cat(level) for level in zip(*alone, strict=True)]
+            for level, (one, other) in enumerate(zip(expected, together, strict=True)):
+                error = float((one - other).abs().max() / one.abs().max().clamp(min=1e-300))
+                found[f"features {level} of {kind}"] = error
+        return found
 
     def _leak(self) -> float:
         """The largest relative change of what one sample teaches, while the words and pictures of others change."""
@@ -239,8 +247,8 @@ class _Comparison:
         return list(gradient[0, : sum(lengths)].split(lengths))
 
 
-def _as_features(levels: tuple[Tensor, ...]) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    return {"image": levels[0] if len(levels) == 1 else levels}
+def _as_features(made: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    return {kind: levels[0] if len(levels) == 1 else levels for kind, levels in made.items()}
 
 
 def _cross_entropy(logits: Tensor, batch: PackedBatch) -> Tensor:

@@ -49,6 +49,11 @@ def described(config: Mapping[str, Any], name: str) -> ModuleDescription:
     if not found.trains:
         raise PlanningError(f"{found.sentence} Give the module's dimensions instead (see docs/planning.md).")
     module, seen = _built(made), _seen_on_twin(made)
+    if ENCODER not in module.halves:
+        raise PlanningError(
+            f"{type(module.model).__name__} has an encoder for each modality, which is not planned from its config "
+            "yet; measure it: flowtrain profile."
+        )
     encoder = _half(module, ENCODER, seen)
     result = seen.levels * made.get_text_config().hidden_size, seen.features
     encoder = replace(encoder, handed_over=result, perceptrons_only=True)

@@ -40,6 +40,25 @@ def image_arguments(whole: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in (*_SETTINGS, *_NOT_OF_IMAGES))
 
 
+def sound_arguments(frames: Tensor) -> Arguments:
+    """What ``get_audio_features`` takes of one clip.
+
+    Args:
+        frames: ``[frames, bands]`` of log-mel energies.
+    """
+    return {
+        "input_features": frames.T[None],
+        "feature_attention_mask": torch.ones(1, len(frames), dtype=torch.long, device=frames.device),
+    }
+
+
+def hears(whole: Any) -> bool:
+    """Whether a model has ``get_audio_features`` of log-mel frames, of which a mask says how many a clip has."""
+    known = getattr(whole, "get_audio_features", None)
+    names = () if known is None else inspect.signature(known).parameters
+    return {"input_features", "feature_attention_mask"} <= {*names}
+
+
 def joined(arguments: Sequence[Arguments]) -> Arguments:
     """The arguments for several images in one call: along the first dimension, one after another.
 

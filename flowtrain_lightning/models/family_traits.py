@@ -26,7 +26,8 @@ class Traits:
     """Traits that set a family apart, as far as training needs them.
 
     Attributes:
-        halves: role -> paths of modules below the Hugging Face model, the decoder first.
+        halves: role -> paths of modules below the Hugging Face model, the decoder first; where the model hears, there
+            is an encoder for each modality.
         loose: paths of parameters of the encoder that lie in no module of their half alone.
         form: of the features that the encoder hands on.
         rotary: positions follow a rule of the model's own (``get_rope_index``).
@@ -35,6 +36,7 @@ class Traits:
         together: images are encoded in one call, each as if it were alone.
         apart: so are tiles of an image.
         sight: which tokens see which.
+        hears: it takes clips of audio too.
     """
 
     halves: Mapping[str, tuple[str, ...]]
@@ -46,6 +48,7 @@ class Traits:
     together: bool
     apart: bool
     sight: Sight
+    hears: bool = False
 
 
 def whole_of(model: Any) -> Any:
@@ -69,6 +72,11 @@ def token_kinds(model: Any, tokens: Tensor, places: Tensor | None) -> dict[str, 
         inside[places] = 1
     known = inspect.signature(whole_of(model).forward).parameters
     return {name: inside[None] for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+
+
+def all_seen(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """A mask of a sample without padding, for forwards that count positions in three dimensions only beside one."""
+    return {"attention_mask": torch.ones_like(tokens)[None]} if hasattr(whole_of(model), "get_rope_index") else {}
 
 
 def decoder_of(model: Any) -> Any:
@@ -112,6 +120,30 @@ def as_encoder_output(levels: Sequence[Tensor], form: Form) -> Any:
     if deeper:
         output["deepstack_features"] = [formed(level) for level in deeper]
     return output
+
+
+def encoders_of(
+    model: Any, halves: Mapping[str, tuple[str, ...]], of_eye: set[str], of_ear: set[str]
+) -> dict[str, tuple[str, ...]]:
+    """The halves with an encoder for each modality.
+
+    Args:
+        model: of ``transformers``.
+        halves: as `halves_of` gives them.
+        of_eye: names of parameters that a backward through images reached.
+        of_ear: names that one through audio reached.
+
+    Raises:
+        ValueError: both reached a parameter.
+    """
+    if both := sorted(of_eye & of_ear):
+        raise ValueError(
+            f"{type(model).__name__} has parameters that images and audio both use, such as {both[0]}, so that their "
+            "encoders cannot train on ranks of their own."
+        )
+    hear = {path for path in halves[ENCODER] if any(name.startswith(f"{path}.") for name in of_ear)}
+    see = tuple(path for path in halves[ENCODER] if path not in hear)
+    return {f"{ENCODER}_image": see, f"{ENCODER}_audio": tuple(sorted(hear)), BACKBONE: halves[BACKBONE]}
 
 
 def halves_of(model: Any, of_encoder: set[str], of_backbone: set[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:

@@ -10,10 +10,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.models.family_traits import Sight, Traits, decoder_of, rows_of, token_kinds, whole_of
+from flowtrain_lightning.models.family_traits import Sight, Traits, all_seen, decoder_of, token_kinds, whole_of
 from flowtrain_lightning.models.own_merge import own_merge, pack_decoder
 from flowtrain_lightning.models.own_positions import positions_of_rows
 from flowtrain_lightning.models.published_config import image_ends, image_token_id
+from flowtrain_lightning.models.twin_pictures import features_of
 from flowtrain_lightning.models.twin_samples import TwinSample, packed
 
 _EQUAL = 1e-6
@@ -46,7 +47,7 @@ def sight_of(model: Any, config: Any, traits: Traits, samples: Sequence[TwinSamp
 def own_hidden(model: Any, sample: TwinSample) -> Tensor:
     """``[tokens, width]`` hidden states of one sample by the model's own forward, from its pictures on."""
     batch = sample.batch
-    kinds = token_kinds(model, batch.tokens, batch.media_positions.get("image"))
+    kinds = token_kinds(model, batch.tokens, batch.media_positions.get("image")) | all_seen(model, batch.tokens)
     given = {"input_ids": batch.tokens[None], "use_cache": False, **kinds, **sample.arguments}
     hidden: Tensor = whole_of(model)(**given).last_hidden_state[0]
     return hidden
@@ -55,8 +56,10 @@ def own_hidden(model: Any, sample: TwinSample) -> Tensor:
 def _packed_hidden(model: Any, config: Any, traits: Traits, samples: Sequence[TwinSample]) -> Tensor:
     tried = copy.deepcopy(model)
     pack_decoder(decoder_of(tried), traits.sight)
-    pictures = [picture for sample in samples for picture in sample.pictures]
-    outputs = [rows_of(whole_of(tried).get_image_features(**each.arguments, return_dict=True)) for each in pictures]
+    media = [picture for sample in samples for picture in sample.pictures]
+    pictures = [each for each in media if each.media.modality == "image"]
+    heard = [features_of(whole_of(tried), each)[0] for each in media if each.media.modality == "audio"]
+    outputs = [features_of(whole_of(tried), each) for each in pictures]
     levels = [torch.cat(level) for level in zip(*outputs, strict=True)]
     offsets = None
     if traits.rotary:
@@ -64,5 +67,7 @@ def _packed_hidden(model: Any, config: Any, traits: Traits, samples: Sequence[Tw
         offsets = torch.cat(
             [positions_of_rows(whole_of(tried), each.arguments, each.media.rows, token, ends) for each in pictures]
         )
-    hidden: Tensor = decoder_of(tried)(**own_merge(tried, traits, packed(samples), levels, offsets)).last_hidden_state
+    sounds = torch.cat(heard) if heard else None
+    arguments = own_merge(tried, traits, packed(samples), levels, offsets, sounds)
+    hidden: Tensor = decoder_of(tried)(**arguments).last_hidden_state
     return hidden[0]

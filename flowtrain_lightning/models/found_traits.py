@@ -17,6 +17,7 @@ from flowtrain_lightning.models.encoder_inputs import Arguments, joined, tile_di
 from flowtrain_lightning.models.family_traits import (
     Traits,
     as_encoder_output,
+    encoders_of,
     form_of,
     halves_of,
     rows_of,
@@ -24,6 +25,7 @@ from flowtrain_lightning.models.family_traits import (
 )
 from flowtrain_lightning.models.found_sight import sight_of
 from flowtrain_lightning.models.published_config import image_token_id
+from flowtrain_lightning.models.twin_pictures import features_of
 from flowtrain_lightning.models.twin_samples import twin_samples
 from flowtrain_lightning.models.untrainable import told_as
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
@@ -52,16 +54,23 @@ def _traits(kind: Any, settings: str) -> Traits:
 
 
 def _of_twin(twin: Twin) -> Traits:
-    model, config, pictures = twin.model, twin.config, twin.pictures
+    model, config = twin.model, twin.config
+    pictures = [picture for picture in twin.pictures if picture.media.modality == "image"]
+    clips = [picture for picture in twin.pictures if picture.media.modality == "audio"]
     whole = whole_of(model)
     names = tuple(pictures[0].arguments)
     outputs = [whole.get_image_features(**picture.arguments, return_dict=True) for picture in pictures]
     form = form_of(outputs[0])
     levels = [rows_of(output) for output in outputs]
     of_encoder = _reached(model, [each.pow(2).sum() for each in levels[0]])
+    of_ear: set[str] = set()
+    for clip in clips:
+        of_ear |= _reached(model, [each.pow(2).sum() for each in features_of(whole, clip)])
     with told_as("Its forward does not run on rows of features alone, which are all that goes from half to half"):
         of_backbone = _reached(model, [_decoded(model, config, [each.detach() for each in levels[0]], form)])
-    halves, loose = halves_of(model, of_encoder, of_backbone)
+    halves, loose = halves_of(model, of_encoder | of_ear, of_backbone)
+    if clips:
+        halves = encoders_of(model, halves, of_encoder, of_ear)
     traits = Traits(
         halves=halves,
         loose=tuple(loose),
@@ -72,8 +81,9 @@ def _of_twin(twin: Twin) -> Traits:
         together=_together(whole, [picture.arguments for picture in pictures], levels),
         apart=_apart(whole, [picture.arguments for picture in pictures], levels),
         sight="packed",
+        hears=bool(clips),
     )
-    return replace(traits, sight=sight_of(model, config, traits, twin_samples(config, pictures)))
+    return replace(traits, sight=sight_of(model, config, traits, twin_samples(config, twin.pictures)))
 
 
 def _reached(model: Any, losses: Sequence[Tensor]) -> set[str]:

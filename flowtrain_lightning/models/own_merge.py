@@ -24,7 +24,12 @@ def pack_decoder(decoder: Any, sight: Sight) -> None:
 
 
 def own_merge(
-    model: Any, traits: Traits, batch: PackedBatch, levels: Sequence[Tensor], offsets: Tensor | None
+    model: Any,
+    traits: Traits,
+    batch: PackedBatch,
+    levels: Sequence[Tensor],
+    offsets: Tensor | None,
+    sounds: Tensor | None = None,
 ) -> dict[str, Any]:
     """Merges by the model's own forward, up to its decoder, whose attention is packed.
 
@@ -34,6 +39,8 @@ def own_merge(
         batch: a microbatch.
         levels: ``[rows, width]`` features of all its images, and those for deeper layers; empty without images.
         offsets: of M-RoPE, as ``media_offsets`` has them; None without images.
+        sounds: ``[rows, width]`` features of all its clips of audio; None without. They take the places of embedded
+            tokens before the forward begins, which takes them from nobody else.
 
     Raises:
         TypeError: the forward needs other outputs of the encoder, too.
@@ -46,6 +53,10 @@ def own_merge(
     if levels:
         given["mm_encoder_outputs"] = {"image": as_encoder_output(levels, traits.form)}
     given |= token_kinds(model, batch.tokens, places)
+    if sounds is not None:
+        embedded = model.get_input_embeddings()(batch.tokens)
+        heard = sounds.to(embedded.dtype)
+        given["inputs_embeds"] = embedded.index_copy(0, batch.media_positions["audio"], heard)[None]
     try:
         with _located(whole_of(model), batch.tokens.device) as whole:
             arguments = decoder_arguments(decoder_of(model), lambda: whole(**given))

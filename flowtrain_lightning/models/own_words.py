@@ -18,10 +18,12 @@ from flowtrain_lightning.models.asked_images import AskedImages, asked_images, g
 from flowtrain_lightning.models.encoder_inputs import image_arguments
 from flowtrain_lightning.models.family_traits import whole_of
 from flowtrain_lightning.models.image_words import ImageWords
-from flowtrain_lightning.models.published_config import image_token_id, without_foreign_code
+from flowtrain_lightning.models.published_config import audio_token_id, image_token_id, without_foreign_code
 from flowtrain_lightning.models.twin import twin_config
 
 _SIZES_KEPT = 4096
+_THINKER = "_thinker"
+"""Behind the family of an omni model, means the part of it that reads; they have one processor."""
 
 
 def own_processor(model: str | Path, config: Any, tokenizer: Any, image_processor: Any) -> Any:
@@ -30,9 +32,10 @@ def own_processor(model: str | Path, config: Any, tokenizer: Any, image_processo
     Raises:
         ValueError: ``transformers`` has none for the family, or its files do not fit it.
     """
-    from transformers import PROCESSOR_MAPPING, ProcessorMixin
+    from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING, ProcessorMixin
 
-    kind = PROCESSOR_MAPPING.get(type(config), None)
+    whole = CONFIG_MAPPING.get(config.model_type.removesuffix(_THINKER), type(config))
+    kind = PROCESSOR_MAPPING.get(type(config), None) or PROCESSOR_MAPPING.get(whole, None)
     if kind is None or not hasattr(kind, "replace_image_token"):
         raise ValueError(
             f"transformers has no processor that writes images for models of type {config.model_type!r}. Write a "
@@ -135,4 +138,5 @@ def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
         text, counts = written(size)
         return text, list(counts)
 
-    return ImageWords(str(placeholder), token, True, write)
+    audio = getattr(processor, "audio_token", None) if audio_token_id(config) is not None else None
+    return ImageWords(str(placeholder), token, True, write, audio=audio)

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor, open_tokenizer
+from flowtrain_lightning.data import AudioProcessor, ImageProcessor, Tokenizer, VideoProcessor, open_tokenizer
+from flowtrain_lightning.models.asked_audio import own_audio
 from flowtrain_lightning.models.asked_images import size_of_image
 from flowtrain_lightning.models.huggingface_images import HuggingFaceImages
 from flowtrain_lightning.models.image_words import FAMILIES, ImageWords, image_words
@@ -85,13 +86,18 @@ class Processor:
         """The processor of videos; None of a model that takes none."""
         return videos_of(self._model)
 
+    @cached_property
+    def audio(self) -> AudioProcessor | None:
+        """The processor of audio; None of a model that does not hear."""
+        return None if self._is_known else own_audio(self._model, self._config)
+
     def read(self) -> Self:
         """Builds all parts, so that what cannot be read is told now.
 
         Raises:
             ValueError: something of it is not known here.
         """
-        _ = self.tokenizer, self.images, self.template, self.videos
+        _ = self.tokenizer, self.images, self.template, self.videos, self.audio
         return self
 
     @property

@@ -16,6 +16,13 @@ _QUANTIZED = ("quantization_config", "compression_config")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id")
 
 
+_PUBLISHED_TOKENS = {
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151_652, "vision_end_token_id": 151_653},
+}
+"""Tokens that published configs of a family name and its usual one does not, though its code asks for them."""
+
+
 def image_token_id(config: Any) -> int:
     """The token that stands for a row of features of an image, by whichever name a config has for it.
 
@@ -43,6 +50,19 @@ def image_ends(config: Any) -> tuple[int, ...]:
     return ()
 
 
+def audio_token_id(config: Any) -> int | None:
+    """The token that stands for a row of features of audio; None of a config that names none."""
+    found = getattr(config, "audio_token_id", None)
+    return found if isinstance(found, int) else None
+
+
+def audio_ends(config: Any) -> tuple[int, ...]:
+    """The tokens that begin and end a clip of audio, of a config that names both."""
+    tokens = (getattr(config, f"audio_{end}_token_id", None) for end in ("start", "end"))
+    found = tuple(token for token in tokens if isinstance(token, int))
+    return found if len(found) == 2 else ()
+
+
 def usual_config(family: str) -> Any:
     """The config that ``transformers`` makes of a family by itself, with a tower and a token for images.
 
@@ -59,6 +79,8 @@ def usual_config(family: str) -> Any:
         config = kind()
         if getattr(config, "vision_config", config) is None:  # of a class whose models may have none
             config = kind(vision_config={})
+    for name, token in _PUBLISHED_TOKENS.get(family, {}).items():
+        setattr(config, name, token)
     tokens = {name: getattr(config, name) for name in _IMAGE_TOKENS if hasattr(config, name)}
     if tokens and all(token is None for token in tokens.values()):
         setattr(config, next(iter(tokens)), config.get_text_config().vocab_size - 1)

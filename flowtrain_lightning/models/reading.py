@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
-from flowtrain_lightning.data import ImageProcessor, Tokenizer, VideoProcessor
+from flowtrain_lightning.data import AudioProcessor, ImageProcessor, Tokenizer, VideoProcessor
 from flowtrain_lightning.models.processor import Processor
 from flowtrain_lightning.models.processor_template import ProcessorTemplate
 from flowtrain_lightning.models.projector import ProjectingModule
@@ -48,6 +48,11 @@ class ReadingModule(ProjectingModule):
     def videos(self) -> VideoProcessor | None:
         """The processor of the model's videos; None of a model that takes none."""
         return self._known_processor.videos
+
+    @cached_property
+    def audio(self) -> AudioProcessor | None:
+        """The processor of audio; None of a model that does not hear."""
+        return self._known_processor.audio
 
     @property
     def _known_processor(self) -> Processor:

@@ -15,14 +15,15 @@ VOCABULARY = 160
 
 SPECIAL = 48
 
-_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer")
+_LAYERS = ("num_hidden_layers", "depth", "num_layers", "n_layers", "n_layer", "encoder_layers")
 _FEWEST = 2
 _MOST = 6
 """Layers of a half: as many as it has kinds of, within these bounds."""
 
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("projection_dim", "d_model", "n_embd", "mlp_dim", "model_dim", "hidden_dim"), 64),
-    **dict.fromkeys(("intermediate_size_mlp", "adapter_hidden_dim"), 64),
+    **dict.fromkeys(("intermediate_size_mlp", "adapter_hidden_dim", "encoder_ffn_dim", "output_dim"), 64),
+    "downsample_hidden_size": 16,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 32),
     **dict.fromkeys(
         ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head"), 4

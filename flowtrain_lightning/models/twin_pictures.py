@@ -1,4 +1,4 @@
-"""Pictures for a twin: as the model's own image processor makes them, or made up where there is none."""
+"""Pictures and clips of audio for a twin: by the model's own image processor, or made up."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flowtrain_lightning.data.collate import pack_media
 from flowtrain_lightning.data.loaded_media import LoadedMedia
 from flowtrain_lightning.models.asked_images import AskedImages, asked_images
-from flowtrain_lightning.models.encoder_inputs import Arguments, PatchInputs, image_arguments
+from flowtrain_lightning.models.encoder_inputs import (
+    Arguments,
+    PatchInputs,
+    hears,
+    image_arguments,
+    sound_arguments,
+)
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
+from flowtrain_lightning.models.published_config import audio_token_id
 
 _SIZES = ((60, 84), (112, 60), (84, 84))
 """Height and width in pixels of pictures for an image processor."""
+
+_FRAMES = (130, 205)
+"""Of clips of audio: more than a tower's convolutions look at together, or Qwen3-Omni's would hear shorter clips
+otherwise beside longer ones. What the tower makes of a clip alone counts here."""
 
 _GRIDS = ((4, 4), (4, 8), (8, 4))
 """Patches along the height and width of pictures of any size."""
@@ -27,7 +39,7 @@ _BUDGETS: Mapping[str, int] = {"max_soft_tokens": 70, "min_image_tokens": 4, "ma
 
 
 class Picture(NamedTuple):
-    """A picture of a twin.
+    """A picture of a twin, or a clip of audio.
 
     Attributes:
         arguments: what the encoder takes of it.
@@ -36,6 +48,36 @@ class Picture(NamedTuple):
 
     arguments: Arguments
     media: LoadedMedia
+
+
+def features_of(whole: Any, picture: Picture) -> tuple[Tensor, ...]:
+    """The features of a picture or a clip by the model's own encoder, and those of deeper levels."""
+    encode = getattr(whole, f"get_{picture.media.modality}_features")
+    return rows_of(encode(**picture.arguments, return_dict=True))
+
+
+def twin_clips(model: Any, config: Any) -> list[Picture]:
+    """Clips of noise for a model that hears; none for others.
+
+    Args:
+        model: a twin.
+        config: its config.
+
+    Raises:
+        Exception: whatever its encoder raises.
+    """
+    whole = whole_of(model)
+    if not hears(whole) or audio_token_id(config) is None:
+        return []
+    found = []
+    for number, frames in enumerate(_FRAMES):
+        values = np.random.default_rng(number).standard_normal((frames, config.audio_config.num_mel_bins))
+        media = LoadedMedia(values, (1, frames), 1, modality="audio")
+        clip = Picture(sound_arguments(torch.from_numpy(values)), media)
+        with torch.no_grad():
+            rows = len(features_of(whole, clip)[0])
+        found.append(clip._replace(media=media._replace(rows=rows)))
+    return found
 
 
 def twin_pictures(model: Any, config: Any, *, made_up: bool) -> list[Picture]:

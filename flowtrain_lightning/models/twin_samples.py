@@ -14,9 +14,11 @@ from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.collate import pack_sequences
 from flowtrain_lightning.data.conversation import TokenSequence
 from flowtrain_lightning.models.encoder_inputs import Arguments, joined
-from flowtrain_lightning.models.published_config import image_ends, image_token_id
+from flowtrain_lightning.models.published_config import audio_ends, audio_token_id, image_ends, image_token_id
 from flowtrain_lightning.models.twin import SPECIAL, VOCABULARY, WINDOW
 from flowtrain_lightning.models.twin_pictures import Picture
+
+_PICTURES = 3
 
 _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((0, 1), (3, 2, WINDOW + 9)),
@@ -25,6 +27,14 @@ _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((1,), (2, WINDOW + 4)),
 )
 """Of each sample: its pictures by number, and tokens of text before, between and behind them."""
+
+_HEARD: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((0, 3, 1), (3, 2, 4, WINDOW + 9)),
+    ((), (WINDOW + 13,)),
+    ((4,), (5, 11)),
+    ((3, 4, 2), (2, 1, 3, WINDOW + 4)),
+)
+"""The same of a model that hears: numbers from 3 on are clips of audio."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,14 @@ class TwinSample:
     @property
     def batch(self) -> PackedBatch:
         """The sample alone."""
-        return pack_sequences([self.sequence], [0])
+        return packed([self])
 
     @property
     def arguments(self) -> Arguments:
-        """Returns all pictures as the encoder takes them."""
-        return joined([picture.arguments for picture in self.pictures]) if self.pictures else {}
+        """Returns all pictures and all clips as the encoders take them."""
+        kinds = {picture.media.modality: None for picture in self.pictures}
+        alike = ([each.arguments for each in self.pictures if each.media.modality == kind] for kind in kinds)
+        return {name: value for arguments in alike for name, value in joined(arguments).items()}
 
     def changed(self) -> TwinSample:
         """The same with other words of as many tokens, and the negatives of its pictures."""
@@ -61,29 +73,38 @@ def twin_samples(config: Any, pictures: Sequence[Picture]) -> list[TwinSample]:
 
     Args:
         config: the twin's.
-        pictures: at least three.
+        pictures: at least three; behind three pictures two clips of audio, of a model that hears.
     """
+    shapes = _SHAPES if len(pictures) == _PICTURES else _HEARD
     return [
-        _sample(config, number, [pictures[each] for each in own], text) for number, (own, text) in enumerate(_SHAPES)
+        _sample(config, number, [pictures[each] for each in own], text) for number, (own, text) in enumerate(shapes)
     ]
 
 
 def packed(samples: Sequence[TwinSample], padding: int = 0) -> PackedBatch:
     """All samples as one microbatch."""
     tokens = sum(len(sample.sequence) for sample in samples)
-    return pack_sequences([sample.sequence for sample in samples], range(len(samples)), pad_to=tokens + padding)
+    kinds = [np.array([each.media.modality for each in sample.pictures], dtype=np.str_) for sample in samples]
+    sequences = [sample.sequence for sample in samples]
+    return pack_sequences(sequences, range(len(samples)), pad_to=tokens + padding, modalities=kinds)
 
 
 def _sample(config: Any, number: int, pictures: Sequence[Picture], text: Sequence[int]) -> TwinSample:
-    draw, ends, token = np.random.default_rng(number), image_ends(config), image_token_id(config)
+    draw = np.random.default_rng(number)
+    written = {
+        "image": (image_token_id(config), image_ends(config)),
+        "audio": (audio_token_id(config), audio_ends(config)),
+    }
     tokens = [*draw.integers(1, VOCABULARY - SPECIAL, text[0])]
     starts: list[int] = []
     for picture, words in zip(pictures, text[1:], strict=True):
         starts.append(len(tokens))
+        token, ends = written[picture.media.modality]
         tokens += [*ends[:1], *[token] * picture.media.rows, *ends[1:]]
         tokens += [*draw.integers(1, VOCABULARY - SPECIAL, words)]
     ids = np.array(tokens, dtype=np.int64)
-    empty = TokenSequence(ids, ids, np.array(starts, np.int64), _rows(pictures), np.flatnonzero(ids == token))
+    rows = [token for token, _ in written.values() if token is not None]
+    empty = TokenSequence(ids, ids, np.array(starts, np.int64), _rows(pictures), np.flatnonzero(np.isin(ids, rows)))
     return TwinSample(_sequence(ids, empty), tuple(pictures))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,19 @@ import numpy as np
 import pytest
 import soundfile
 
-from flowtrain_lightning.data import AudioProcessor, Columns, DataError, FlowDataModule, IndexConfig, ParquetFile
+from flowtrain_lightning.data import (
+    AudioProcessor,
+    Columns,
+    DataError,
+    FlowDataModule,
+    IndexConfig,
+    IndexedSource,
+    JsonFile,
+    ParquetFile,
+)
+from flowtrain_lightning.data.measuring import Unreadable
 from tests.data.shards import write_tar
-from tests.data.support import IMAGES, TEMPLATE, Letters, write_image
+from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, write_image
 
 AUDIO = AudioProcessor(sample_rate=8000, frame_samples=10, frames_per_row=4, max_seconds=1.0)
 RATE, SAMPLES, ROWS = 8000, 100, 3
@@ -33,6 +44,12 @@ def data_of(train: Any, **settings: Any) -> FlowDataModule:
     template = type(TEMPLATE)(**{**vars(TEMPLATE), **HEARS})
     given = {"tokenizer": Letters(), "template": template, "images": IMAGES, "audio": AUDIO, "seed": 1}
     return FlowDataModule(train, token_budget=200, global_batch_size=1, **{**given, **settings})
+
+
+def source_of(path: Path, unreadable: Unreadable = "error") -> IndexedSource:
+    template = type(TEMPLATE)(**{**vars(TEMPLATE), **HEARS})
+    measure = replace(MEASURE, template=template, audio=AUDIO, unreadable=unreadable)
+    return IndexedSource(JsonFile(path), measure, 200, IndexConfig(unreadable=unreadable))
 
 
 def heard(train: Any, **settings: Any) -> tuple[list[int], np.ndarray, int]:
@@ -115,19 +132,12 @@ def test_a_clip_lies_in_every_kind_of_store_and_is_never_decoded_by_it(tmp_path:
 def test_images_and_clips_of_one_record_keep_their_order_and_their_modalities(tmp_path: Path, clip: Path):
     image = write_image(tmp_path / "images/0.png", 4, 8)
     parts = [{"type": "audio", "path": "a.wav"}, {"type": "image", "path": image}, {"type": "audio", "path": "a.wav"}]
-    data = data_of(lines(tmp_path / "d.jsonl", {"messages": user(parts)}))
-    data.setup("fit")
-    sizes = data.train_dataloader().steps.samples.source.sizes(np.array([0]))
+    sizes = source_of(lines(tmp_path / "d.jsonl", {"messages": user(parts)})).sizes(np.array([0]))
     assert sizes.media_modality.tolist() == ["audio", "image", "audio"]
     first, _, last = sizes.media_content.tolist()
     assert first == last != -1
-    again = data_of(tmp_path / "d.jsonl")
-    again.setup("fit")  # by the index that is kept
-    assert again.train_dataloader().steps.samples.source.sizes(np.array([0])).media_modality.tolist() == [
-        "audio",
-        "image",
-        "audio",
-    ]
+    again = source_of(tmp_path / "d.jsonl")  # by the index that is kept
+    assert again.sizes(np.array([0])).media_modality.tolist() == ["audio", "image", "audio"]
 
 
 BAD = {
@@ -150,9 +160,7 @@ def test_a_clip_that_cannot_be_used_is_named_with_its_record_or_left_out(tmp_pat
     path = lines(tmp_path / "d.jsonl", *({"audio": name, "messages": user("q")} for name in ("bad.wav", "a.wav")))
     with pytest.raises(DataError, match=f"d.jsonl, record 1: {words}"):
         data_of(path).setup("fit")
-    dropping = data_of(path, index=IndexConfig(unreadable="drop"))
-    dropping.setup("fit")
-    assert len(dropping.train_dataloader().steps.samples.source) == 1
+    assert len(source_of(path, unreadable="drop")) == 1
 
 
 REFUSED = {
