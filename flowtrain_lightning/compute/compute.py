@@ -19,7 +19,7 @@ from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
-from flowtrain_lightning.compute.stage_step import StageStep
+from flowtrain_lightning.compute.stage_step import StageStep, where_stages_look
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
@@ -32,7 +32,6 @@ from flowtrain_lightning.parallel.stage_forward import StageForward
 
 _COPY_STREAMS = 4
 _NOTHING = nullcontext()
-
 _Packed = TypeVar("_Packed", PackedMedia, PackedBatch, PackedTargets)
 
 
@@ -384,6 +383,8 @@ class Compute:
         absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if not absent or not re.search(r"\bmeta\b", error):
             return error
+        if (stage := self._module.held_stage) is not None and role == self._trunk:
+            return f"{error} {where_stages_look(self._name, stage)}"
         return (
             f"What {self._name} computes on {role} ranks uses weights that other ranks hold, such as "
             f"{absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "

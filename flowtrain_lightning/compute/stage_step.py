@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.packing.stage_entries import HIDDEN
+from flowtrain_lightning.parallel.halves import HeldStage
 from flowtrain_lightning.parallel.stage_forward import StageForward
 
 
@@ -52,3 +53,17 @@ class StageStep:
                 "pipeline they give one row for each token: [tokens, width], or [1, tokens, width]."
             )
         return found.reshape(tokens, found.shape[-1])
+
+
+def where_stages_look(name: str, stage: HeldStage) -> str:
+    """What to do where a stage has met weights that another one holds.
+
+    Args:
+        name: of the user's class.
+        stage: that has met them.
+    """
+    return (
+        f"Stage {stage.stage} of {name} has met weights that another stage holds, such as one of "
+        f"{', '.join(sorted(stage.absent)[:3])}. Register what runs before the repeated blocks before them, and what "
+        "runs behind them behind them: so the first stage holds the one, and the last the other."
+    )

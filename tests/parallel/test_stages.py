@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flowtrain_lightning.compute.stage_step import where_stages_look
 from flowtrain_lightning.parallel.stage_cut import cut_half, drop_other_stages
 from flowtrain_lightning.parallel.stage_forward import StageForward
 
@@ -157,3 +158,10 @@ def test_the_module_of_a_stage_says_outside_of_steps_that_it_is_not_whole():
     (module, _), _ = stages_of(2)
     with pytest.raises(RuntimeError, match=re.escape("holds stage 0 of 2")):
         module.backbone(torch.arange(7))
+
+
+def test_where_a_stage_meets_weights_of_another_it_says_how_both_find_theirs():
+    (_, forward), _ = stages_of(2)
+    said = where_stages_look("Whole", forward.cut)
+    assert "Stage 0 of Whole has met weights that another stage holds, such as one of backbone.layers.2." in said
+    assert "Register what runs before the repeated blocks before them" in said
