@@ -64,9 +64,9 @@ class Step:
         goes_back = not graph.behind or bool(encoders) or graph.trunk in training
         reached = [*encoders, *([graph.trunk] if goes_back else [])]
         self.trained = frozenset([*reached, *graph.behind] if stage == "train" else [])
+        hidden = {HIDDEN} & {*self.program.modalities} if graph.trunk in self.trained else set()
         made = (name for name in self.program.modalities if name != HIDDEN)
-        answered = [name for name in made if graph.maker_of(name) in reached]
-        self.answered = frozenset([*answered, *([HIDDEN] if graph.trunk in self.trained else [])])
+        self.answered = frozenset([*hidden, *(name for name in made if graph.maker_of(name) in reached)])
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS

@@ -25,10 +25,10 @@ def divided(layout: str, encoder: dict, backbone: dict, precision: str = "64-tru
 
 QUICK = [
     divided("1+2", {}, ACROSS, clip=0.2, kind="balanced"),
-    divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, "32-true", 0, clip=0.2, data=CUT, kernel="foreach"),
     divided("colocated 2", ACROSS, WHOLE, kind="crowded", kernel="fused"),
 ]
 LONG = [
+    divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, "32-true", 0, clip=0.2, data=CUT, kernel="foreach"),
     divided("1+2", {}, ACROSS, clip=0.2),
     divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, kept=0, data=CUT, kind="balanced"),
     divided("mixed 2+2", GROUPS, {**ACROSS, "recompute": "selective"}, data=CUT, kind="balanced"),
