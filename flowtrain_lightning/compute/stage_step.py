@@ -1,4 +1,4 @@
-"""What one stage of the backbone computes of a microbatch, where a whole one computes `backbone_step`."""
+"""Computes one stage's part of a microbatch, where a whole backbone computes `backbone_step`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StageStep:
 
 
 def where_stages_look(name: str, stage: HeldStage) -> str:
-    """What to do where a stage has met weights that another one holds.
+    """Says what to do where a stage has met weights that another one holds.
 
     Args:
         name: of the user's class.

@@ -553,7 +553,7 @@ class FlowDataModule(L.LightningDataModule):
         return loader
 
     def _node_records(self, stage: str, shard: RankShard) -> NodeRecords | None:
-        """How records of steps are asked of the node's reader; None where this rank reads them itself."""
+        """The way to the node's reader for records of steps; None where this rank reads them itself."""
         if stage not in self._of_node.records:
             return None
         trainer = self.trainer

@@ -37,7 +37,7 @@ _PIECES_OF_A_BATCH = 8
 
 @dataclass(frozen=True)
 class NodeRecords:
-    """How a rank asks its node's reader for the records of steps.
+    """A rank's way to its node's reader, for the records of steps.
 
     Attributes:
         records: the reader's.

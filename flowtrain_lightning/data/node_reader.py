@@ -33,7 +33,7 @@ class Served(Protocol):
     """One stage's data, as the reader has them."""
 
     def answer(self, reader: int, method: str, args: tuple[Any, ...]) -> Any:
-        """What a process asks."""
+        """A request of a process."""
         ...
 
     def leave(self, reader: int) -> None:

@@ -1,4 +1,4 @@
-"""Which data the reader of a node reads for its ranks, and by what they ask it."""
+"""The data that the reader of a node reads for its ranks, and by what they ask it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process asks its node's reader: through a Unix socket, opened when something is asked for the first time."""
+"""A process asks its node's reader through a Unix socket, opened when something is asked for the first time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReaderLink:
         return ReaderLink, (self._address, self._read)
 
     def ask(self, stage: str, method: str, *args: Any) -> Any:
-        """What the reader answers.
+        """An answer of the reader.
 
         Args:
             stage: whose data are meant.

@@ -62,7 +62,7 @@ class StepRecords:
         self._threads = ThreadPoolExecutor(_AT_ONCE if together else 1)
 
     def answer(self, _: int, method: str, args: tuple[Any, ...]) -> Any:
-        """What a process asks: records of a step, or a single one."""
+        """A request: records of a step, or a single one."""
         return self._of_step(*args) if method == "records" else self._source.record(*args)
 
     def leave(self, reader: int) -> None:

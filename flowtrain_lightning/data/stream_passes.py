@@ -35,7 +35,7 @@ class StreamPasses:
         self._lock = threading.Lock()
 
     def answer(self, reader: int, method: str, args: tuple[Any, ...]) -> Any:
-        """What a process asks: a method of `SampleStream`."""
+        """A request: a method of `SampleStream`."""
         with self._lock:
             if method == "begin":
                 return self._begin(reader, *args)

@@ -41,7 +41,7 @@ def image_arguments(whole: Any) -> tuple[str, ...]:
 
 
 def sound_arguments(frames: Tensor) -> Arguments:
-    """What ``get_audio_features`` takes of one clip.
+    """The arguments of ``get_audio_features`` for one clip.
 
     Args:
         frames: ``[frames, bands]`` of log-mel energies.
@@ -213,7 +213,7 @@ def tile_dimension(pixels: Tensor) -> int:
 
 
 def _between(asked: Mapping[str, Any], tiles: Tiles | None) -> Mapping[str, Any]:
-    """What a processor gives for some tiles of an image."""
+    """The output of a processor for some tiles of an image."""
     if tiles is None or not tiles.before + tiles.behind:
         return asked
     along = tile_dimension(asked["pixel_values"])

@@ -71,7 +71,7 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def _keeps_choices(
     keep: Callable[..., CheckpointPolicy] | None, context: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """What a compiled layer with experts keeps; ``keep`` says what it would keep without them."""
+    """The policy of a compiled layer with experts; ``keep`` says what it would keep without them."""
     if operation in CHOICES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE if keep is None else keep(context, operation, *args, **kwargs)

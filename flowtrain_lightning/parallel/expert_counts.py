@@ -1,4 +1,4 @@
-"""How many tokens chose each expert: counted in the batches of steps that train, each token once."""
+"""Counts how many tokens chose each expert, in the batches of steps that train, each token once."""
 
 from __future__ import annotations
 

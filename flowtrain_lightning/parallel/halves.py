@@ -21,11 +21,11 @@ Halves = Mapping[str, tuple[str, ...]]
 
 
 class HeldStage(Protocol):
-    """What is known of the part of a half that one stage holds; `StageCut` is one."""
+    """The part of a half that one stage holds; `StageCut` is one."""
 
     @property
     def stage(self) -> int:
-        """Which stage it is."""
+        """The number of the stage."""
 
     @property
     def absent(self) -> Collection[str]:

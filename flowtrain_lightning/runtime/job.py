@@ -99,7 +99,7 @@ class Job:
 
     @property
     def stage(self) -> tuple[int, int] | None:
-        """Which stage of the trunk this rank holds, of how many; None where it is not in stages, or not here."""
+        """The stage of the trunk that this rank holds, of how many; None where it is not in stages, or not here."""
         trunk = self.allocation.trunk
         stages = self.allocation.layouts[trunk].pipeline
         return (self.allocation.stage_of(trunk, self.rank), stages) if stages > 1 and trunk in self.roles else None
