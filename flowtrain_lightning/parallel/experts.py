@@ -125,7 +125,7 @@ def counts_of(module: nn.Module) -> ExpertCounts:
 
 
 def exchange_of(module: nn.Module) -> ExpertExchange | None:
-    """The exchange that brings rows to the ranks that hold the experts of a module; None where a rank holds all of them."""
+    """The exchange of rows with the ranks that hold the experts of a module; None where a rank holds all of them."""
     exchange: ExpertExchange | None = getattr(module, _EXCHANGE, None)
     return exchange
 
