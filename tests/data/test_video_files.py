@@ -36,6 +36,7 @@ def test_a_video_may_stand_in_the_data(tmp_path):
 
 def test_what_is_no_video_is_refused(tmp_path):
     (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "empty.mp4").touch()
     with av.open(tmp_path / "sound.mkv", "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
@@ -45,6 +46,7 @@ def test_what_is_no_video_is_refused(tmp_path):
     for name, words in {
         "missing.mp4": "there is no such file",
         ".": "it is a folder",
+        "empty.mp4": "it is empty",
         "text.mp4": "no video that can be read; known are asf",
         "sound.mkv": "no pictures, only sound",
     }.items():
