@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
-from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Experts, Layers, Part
+from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers, MixtureOfExperts, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
 
 _NO_NUMBERS = ("experts", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")
@@ -136,12 +136,12 @@ def backbone(
         tied: the head is the embedding.
         window: tokens that layers see; None is all.
         full_layers: layers that see all tokens nevertheless.
-        experts: fields of `Experts`, for layers with a mixture of experts.
+        experts: fields of `MixtureOfExperts`, for layers with a mixture of experts.
         gathered_logits: see `Dense`.
     """
     whole = 0 if window is None else (full_layers or 0)
     shape = (hidden, feed_forward, heads, key_value_heads or heads, head_size or hidden // heads, gated, True)
-    mixture = None if experts is None else Experts(**experts)
+    mixture = None if experts is None else MixtureOfExperts(**experts)
     parts: list[Part] = [Embedding(vocabulary, hidden)]
     parts += [Layers(layers - whole, *shape, window=window, experts=mixture)]
     parts += [Layers(whole, *shape, experts=mixture)] if whole else []

@@ -75,7 +75,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MixtureOfExperts:
     """A mixture of experts in place of a layer's feed-forward network.
 
     Attributes:
@@ -121,7 +121,7 @@ class Layers:
     gated: bool = False
     causal: bool = False
     window: int | None = None
-    experts: Experts | None = None
+    experts: MixtureOfExperts | None = None
     unused: bool = False
     trainable: bool = True
     adapters: int = 0

@@ -287,13 +287,7 @@ class ChatTemplate:
         Raises:
             ValueError: the vocabulary does not have it.
         """
-        found = tokenizer.token_to_id(self.image_token)
-        if found is None:
-            raise ValueError(
-                f"The tokenizer's vocabulary has no token {self.image_token!r}, which stands for features of images; "
-                "add it as a special token, or name another in ChatTemplate(image_token=...)."
-            )
-        return found
+        return _id_of(self.image_token, tokenizer, "images", "image_token")
 
     def audio_id(self, tokenizer: Tokenizer) -> int:
         """The id of ``audio_token``.
@@ -301,13 +295,17 @@ class ChatTemplate:
         Raises:
             ValueError: the vocabulary does not have it.
         """
-        found = tokenizer.token_to_id(self.audio_token)
-        if found is None:
-            raise ValueError(
-                f"The tokenizer's vocabulary has no token {self.audio_token!r}, which stands for features of audio; "
-                "add it as a special token, or name another in ChatTemplate(audio_token=...)."
-            )
-        return found
+        return _id_of(self.audio_token, tokenizer, "audio", "audio_token")
+
+
+def _id_of(token: str, tokenizer: Tokenizer, kind: str, setting: str) -> int:
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(
+            f"The tokenizer's vocabulary has no token {token!r}, which stands for features of {kind}; add it as a "
+            f"special token, or name another in ChatTemplate({setting}=...)."
+        )
+    return found
 
 
 def _joined(pieces: Iterator[_Piece]) -> Iterator[_Joined]:

@@ -43,7 +43,7 @@ from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
 from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
-from flowtrain_lightning.data.sources.sample_stream import SampleStream
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
 from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of

@@ -19,7 +19,7 @@ from flowtrain_lightning.data.feature_store import FeatureStore
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.sample_loader import SampleLoader
 from flowtrain_lightning.data.sampler import Sampling
-from flowtrain_lightning.data.sources.sample_stream import SampleStream
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.data.step_records import SharedRecords
 from flowtrain_lightning.data.stream_steps import StreamEnded, StreamSteps

@@ -13,8 +13,8 @@ from flowtrain_lightning.data.reader_link import ReaderLink
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
 from flowtrain_lightning.data.sources.parquet_file import ParquetFile
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
-from flowtrain_lightning.data.sources.sample_stream import SampleStream
 from flowtrain_lightning.data.sources.shared_stream import SharedStream
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.sources.tar_shard import TarShard
 from flowtrain_lightning.data.step_records import SharedRecords, StepRecords

@@ -74,7 +74,8 @@ class StepRecords:
         with step.lock:
             if not step.was_read:
                 step.records, step.was_read = self._read(list(step.left)), True
-            found = step.records | self._read([sample for sample in own if sample not in step.records])
+            kept = dict(step.records)  # which others may let go of while this one reads
+            found = kept | self._read([sample for sample in own if sample not in kept])
             for sample in own:
                 step.take(sample)
         self._let_go(name, step)
@@ -87,9 +88,12 @@ class StepRecords:
         with self._lock:
             if not step.records:
                 self._steps.pop(name, None)
-            oldest = iter([each for each in self._steps.values() if each.records])
-            while sum(each.size for each in self._steps.values()) > KEPT_BYTES:
-                next(oldest).records.clear()
+            sizes = [(each, each.size) for each in self._steps.values()]
+            too_many = sum(size for _, size in sizes) - KEPT_BYTES
+            for each, size in sizes:
+                if too_many > 0:
+                    each.records.clear()
+                    too_many -= size
             while len(self._steps) > _MOST_STEPS:
                 self._steps.popitem(last=False)
 

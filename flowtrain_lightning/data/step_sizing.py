@@ -15,7 +15,7 @@ import numpy as np
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import Sampling
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
-from flowtrain_lightning.data.sources.sample_stream import SampleStream
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
 from flowtrain_lightning.data.stream_steps import StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream
 from flowtrain_lightning.packing import CostModel, IntArray, PackingError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from flowtrain_lightning.data.sources.sample_stream import StreamPosition
+from flowtrain_lightning.data.sources.stream_of_samples import StreamPosition
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.packing import IntArray
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.sampler import told_number
-from flowtrain_lightning.data.sources.sample_stream import SampleStream, StreamPosition
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.data.token_stream import saved_stream, stream_state
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamState, StreamStep

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flowtrain_lightning.allocator import PlanningError
-from flowtrain_lightning.allocator.module_parts import Experts, Layers
+from flowtrain_lightning.allocator.module_parts import Layers, MixtureOfExperts
 from flowtrain_lightning.models.packed_scans import is_scan
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 
@@ -78,7 +78,7 @@ def described_layers(blocks: Sequence[nn.Module], window: int | None, *, causal:
     size = max(1, min(size, left // (2 * hidden * (heads + key_value))))
     inner = max(0, left - 2 * hidden * size * (heads + key_value)) // (matrices * hidden)
     if experts is not None:
-        experts = Experts(experts.count, experts.chosen, experts.feed_forward, inner)
+        experts = MixtureOfExperts(experts.count, experts.chosen, experts.feed_forward, inner)
     return Layers(
         count=len(blocks),
         hidden=hidden,
@@ -120,7 +120,7 @@ def _heads(block: nn.Module, window: int | None) -> int:
     return heads
 
 
-def _experts(block: nn.Module, hidden: int, matrices: int) -> Experts | None:
+def _experts(block: nn.Module, hidden: int, matrices: int) -> MixtureOfExperts | None:
     """A layer's experts, whose matrices lie in one tensor for all, in one group or several."""
     groups = [
         [weight for weight in part.parameters(recurse=False) if weight.ndim == 3]
@@ -134,7 +134,7 @@ def _experts(block: nn.Module, hidden: int, matrices: int) -> Experts | None:
     width = smallest.numel() // (smallest.shape[0] * hidden)
     weights = sum(weight.numel() for group in groups for weight in group)
     count = max(1, weights // (matrices * hidden * width))
-    return Experts(count, min(_number(block, _CHOSEN) or 1, count), width)
+    return MixtureOfExperts(count, min(_number(block, _CHOSEN) or 1, count), width)
 
 
 def _attends(block: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionB
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionBlock
 
 from benchmarks.kernel_count import CountKernels
-from flowtrain_lightning.allocator.module_parts import Experts, Layers
+from flowtrain_lightning.allocator.module_parts import Layers, MixtureOfExperts
 from flowtrain_lightning.allocator.operations import operations
 
 WIDTH, INNER, HEADS, TOKENS = 64, 160, 4, 96
@@ -118,7 +118,7 @@ def test_a_layer_starts_as_many_operations_as_are_counted(kind):
 
 
 def test_a_mixture_starts_as_many_more_as_choosing_experts_takes():
-    experts = layers(gated=True, causal=True, experts=Experts(8, 2, 32))
+    experts = layers(gated=True, causal=True, experts=MixtureOfExperts(8, 2, 32))
     mixture = decoder("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     more = counted(mixture, True)[0] - counted(decoder("qwen3"), True)[0]
     assert operations(experts) - operations(LLAMA) == pytest.approx(more, abs=4)

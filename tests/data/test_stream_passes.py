@@ -3,7 +3,7 @@
 import pytest
 
 from flowtrain_lightning.data import IndexConfig, stream_passes
-from flowtrain_lightning.data.sources.sample_stream import StreamPosition
+from flowtrain_lightning.data.sources.stream_of_samples import StreamPosition
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.stream_passes import StreamPasses
 from tests.data.node_ranks import Rows

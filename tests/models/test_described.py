@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.allocator import PlanningError, named_model
-from flowtrain_lightning.allocator.module_parts import Experts
+from flowtrain_lightning.allocator.module_parts import MixtureOfExperts
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.plan_input import read_module
 from flowtrain_lightning.models.described import counted, described
@@ -108,7 +108,7 @@ def test_layers_have_the_weights_and_the_attention_of_their_modules():
         assert (layers.heads, layers.key_value_heads, layers.head_size, layers.gated) == (4, 2, 16, True)
     assert dense.feed_forward == 96
     assert (sparse.count, sparse.window) == (2, 24)
-    assert sparse.experts == Experts(8, 2, 32)
+    assert sparse.experts == MixtureOfExperts(8, 2, 32)
 
 
 def test_a_config_of_no_certified_family_is_refused_with_its_reason(tmp_path: Path):

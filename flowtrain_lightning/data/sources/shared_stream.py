@@ -7,7 +7,7 @@ from functools import partial
 
 from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.reader_link import ReaderLink
-from flowtrain_lightning.data.sources.sample_stream import SampleStream, StreamPosition
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 

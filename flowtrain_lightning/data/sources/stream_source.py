@@ -22,7 +22,7 @@ from flowtrain_lightning.data.formats import Record, parse
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
 from flowtrain_lightning.data.media_status import status_of
-from flowtrain_lightning.data.sources.sample_stream import SampleStream, StreamPosition
+from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _READ_AT_ONCE = 64

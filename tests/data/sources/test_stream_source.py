@@ -6,7 +6,7 @@ import pytest
 
 from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps, datamodule
 from flowtrain_lightning.data.sources import stream_source
-from flowtrain_lightning.data.sources.sample_stream import StreamPosition
+from flowtrain_lightning.data.sources.stream_of_samples import StreamPosition
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from tests.data.sources.test_resuming import Lines
 from tests.data.support import MEASURE, TOKEN_STEPS, data_module, message_record, trained, write_image

@@ -1,0 +1,76 @@
+"""What does not go with stages is refused before the first step, by the setting's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.trainer.states import TrainerFn
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.callbacks import AdaptCosts, AverageWeights, EvaluateAnswers, FlowReplan
+from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
+from tests.tiny import TinyVLM, tiny_data, write_records
+
+STAGES = {"encoder": Layout(1), "backbone": Layout(1, pipeline=2)}
+
+
+class LateBloomer(AverageWeights):
+    """A callback of the user's that derives from one."""
+
+
+def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None) -> str:
+    trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
+    trainer.datamodule = data
+    refuse_beside_stages({**STAGES, "backbone": Layout(2)}, module, trainer)  # all of it goes with a whole backbone
+    with pytest.raises(ValueError, match=r"^The backbone has pipeline 2, but ") as error:
+        refuse_beside_stages(STAGES, module, trainer)
+    return str(error.value)
+
+
+@pytest.fixture
+def module() -> TinyVLM:
+    built = TinyVLM()
+    built.configure_model()
+    return built
+
+
+def test_nothing_else_is(module):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, module, trainer)
+    trainer.state.fn = TrainerFn.PREDICTING
+    with pytest.raises(ValueError, match="predictions need all layers for each new token"):
+        refuse_beside_stages(STAGES, module, trainer)
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [
+        (AdaptCosts(), "AdaptCosts"),
+        (AverageWeights(), "AverageWeights"),
+        (EvaluateAnswers(), "EvaluateAnswers"),
+        (FlowReplan(), "FlowReplan"),
+        (LateBloomer(), "AverageWeights"),
+    ],
+)
+def test_callbacks_that_need_whole_microbatches_or_layers_are(module, callback: L.Callback, name: str):
+    assert f"the callback {name} was given" in refused(module, [callback])
+
+
+def test_padding_to_the_budget_is(module, tmp_path: Path):
+    write_records(tmp_path, 2)
+    data = tiny_data(tmp_path, packing=PackingConfig(pad_to_budget=True))
+    assert "PackingConfig(pad_to_budget=True) was given" in refused(module, data=data)
+
+
+def test_compiled_layers_are(module):
+    module.hparams["compile"] = "blocks"
+    assert "compile='blocks' was given" in refused(module)
+
+
+def test_a_models_own_checkpointing_is(module):
+    module.backbone.gradient_checkpointing = True
+    assert "give the layout recompute='full'" in refused(module)
