@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.data import AudioProcessor, ImageProcessor, LogMelProcessor
@@ -36,7 +38,7 @@ class SeesAndHears(FlowModule):
     Args:
         vocabulary: tokens of the tokenizer.
         spoken: ids of the words for pitches; how often they are right is logged as ``val_heard``.
-        lr: of AdamW.
+        lr: of AdamW, at most.
     """
 
     def __init__(self, vocabulary: int, spoken: list[int], lr: float = 3e-3) -> None:
@@ -89,6 +91,8 @@ class SeesAndHears(FlowModule):
             self.log("val_heard", 3 * right.float().mean())
         return nn.functional.cross_entropy(scores.float(), labels, reduction="sum"), len(batch.targets)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW, whose rate rises and falls once: at a constant one the last steps may forget what was learned."""
+        optimizer, steps = torch.optim.AdamW(self.parameters()), int(self.trainer.estimated_stepping_batches)
+        scheduler = OneCycleLR(optimizer, self.hparams["lr"], total_steps=steps, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
