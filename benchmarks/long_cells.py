@@ -133,6 +133,10 @@ class SharedTower:
         """Seconds of the reduction of gradients, and of the optimizer."""
         return self.costs.end_of_step(role)
 
+    def on_the_way(self, lengths: IntArray) -> float:
+        """Seconds until hidden states are with the next stage."""
+        return self.costs.on_the_way(lengths)
+
 
 @dataclass(frozen=True)
 class Contender:

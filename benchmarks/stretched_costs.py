@@ -41,6 +41,10 @@ class StretchedCosts:
         reduction, optimizer = self.costs.end_of_step(role)
         return self.stretch * reduction, self.stretch * optimizer
 
+    def on_the_way(self, lengths: IntArray) -> float:
+        """Seconds until a microbatch's hidden states are with the next stage."""
+        return self.stretch * self.costs.on_the_way(lengths)
+
 
 def packing_by(costs: LayoutCosts, problems: Problems) -> PackingConfig:
     """Steps are packed by cost models that are fitted to what the costs say, as they are to what a profile measures.

@@ -249,8 +249,8 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
             continue
         data = data_degrees(problem, tensor * pipeline * context)
         for shard, recompute in product(space.shard, space.recompute):
-            if pipeline > 1 and shard not in ("replicate", "zero1"):
-                continue  # Stages would gather or scatter for every microbatch.
+            if pipeline > 1 and shard == "zero2":
+                continue  # Stages would scatter for every microbatch, and hold their weights whole for it.
             if recompute != "none" and (not has_backward or offload in ("activations", "all")):
                 continue
             every = Family(data, tensor, pipeline, context, shard, recompute, offload=offload)

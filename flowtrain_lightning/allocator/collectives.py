@@ -63,7 +63,7 @@ class Ring:
         return np.where(self.nodes > 1, far, (self.members - 1) * STEP)
 
 
-def ring(cluster: Cluster, members: FloatArray | float, stride: int, share: float) -> Ring:
+def ring(cluster: Cluster, members: FloatArray | float, stride: FloatArray | int, share: float) -> Ring:
     """The ring over ``members`` devices, every ``stride``-th one.
 
     A ring that leaves its node uses the network adapter of every member in the node, up to what the links carry.

@@ -19,7 +19,7 @@ from flowtrain_lightning.allocator.placements import (
     separate_plans,
     uniform_plan,
 )
-from flowtrain_lightning.allocator.planner import NoPlanError
+from flowtrain_lightning.allocator.planner import PLAN_KINDS, NoPlanError, PlanKind
 from flowtrain_lightning.allocator.role_layout import Layout
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.packing.role_graph import BACKBONE
@@ -72,8 +72,12 @@ class ModelledCosts:
         table = candidates(self.problems[role], self.space, considered=on_all)
         return float(table.seconds.min(initial=np.inf))
 
-    def plans(self, allows: Callable[[str, Layout], bool] = lambda role, layout: True) -> tuple[ModelledPlan, ...]:
-        """The same, but of layouts that a role is allowed, and empty where none fits.
+    def plans(
+        self,
+        allows: Callable[[str, Layout], bool] = lambda role, layout: True,
+        kinds: Sequence[PlanKind] = PLAN_KINDS,
+    ) -> tuple[ModelledPlan, ...]:
+        """The same, but of layouts that a role is allowed and of these kinds, and empty where none fits.
 
         Of every kind it is the plainest plan that comes within the margin of the fastest one of its kind, and of all
         kinds where that can be: with all devices before fewer, without tensor, context and pipeline ranks before with.
@@ -90,14 +94,18 @@ class ModelledCosts:
         apart = {role: table.of_families(_has_no_stages) for role, table in every.items() if role != BACKBONE}
         apart[BACKBONE] = every[BACKBONE]
         plain = _of_whole_layers(apart)
-        full, lean = zip(*(separate_plans(self.problems, tables) for tables in (plain, apart)), strict=True)
-        kinds = (
-            [uniform_plan(self.problems, tables) for tables in self._plainest_first(every)],
-            [colocated_plan(self.problems, tables) for tables in self._plainest_first(apart)],
-            [*full, *lean],
-            [mixed_plan(self.problems, tables) for tables in (plain, apart)],
-        )
-        found = [[plan for plan in plans if plan is not None] for plans in kinds]
+
+        def of_kind(kind: PlanKind) -> list[ModelledPlan | None]:
+            if kind == "separate":
+                full, lean = zip(*(separate_plans(self.problems, tables) for tables in (plain, apart)), strict=True)
+                return [*full, *lean]
+            if kind == "mixed":
+                return [mixed_plan(self.problems, tables) for tables in (plain, apart)]
+            if kind == "colocated":
+                return [colocated_plan(self.problems, tables) for tables in self._plainest_first(apart)]
+            return [uniform_plan(self.problems, tables) for tables in self._plainest_first(every)]
+
+        found = [[plan for plan in of_kind(kind) if plan is not None] for kind in PLAN_KINDS if kind in kinds]
         # How far the roles of a mixed plan wait for each other only a simulation tells: it sets no mark for others.
         marks = [plan.seconds for plans in found for plan in plans if plan.kind != "mixed"]
         enough = (1 + self.margin) * min(marks, default=0.0)

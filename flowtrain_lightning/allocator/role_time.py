@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 from scipy.special import ndtri
 
-from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.division import share_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 from flowtrain_lightning.allocator.sharing_time import sharing_time
+from flowtrain_lightning.allocator.stages import seconds_between_stages
+from flowtrain_lightning.packing.stage_microbatches import wanted_microbatches
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,10 @@ def batches(problem: RoleProblem, family: Family) -> tuple[FloatArray, FloatArra
     Replicas have as many of them. That some cost more, since samples differ, makes none of them two.
     """
     load = problem.load
-    fewest = np.minimum(family.pipeline, np.maximum(1.0, np.floor(load.items / family.data)))
+    wanted = family.pipeline
+    if load.forwards is None:  # as the packer has it
+        wanted = wanted_microbatches(family.pipeline, "microbatch" if family.sharded else "step")
+    fewest = np.minimum(wanted, np.maximum(1.0, np.floor(load.items / family.data)))
     microbatches = np.maximum(np.ceil(problem.full_batches / family.data - 1e-9), fewest)
     return microbatches, load.tokens / family.data / microbatches
 
@@ -125,15 +129,10 @@ def _stage_seconds(
     problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray, interleave: int
 ) -> tuple[FloatArray, FloatArray]:
     """One microbatch on the slowest stage, and sending its activations and gradients on."""
-    stages = family.pipeline
-    if stages == 1:
+    if family.pipeline == 1:
         return once.total, np.zeros_like(tokens)
-    slowest = once.layer * _layers_of_a_stage(once, stages, interleave)
-    width = problem.precision.computing * max(part.hidden for part in problem.half.layers)
-    size = 2 * interleave * tokens * width / (family.tensor * family.context)
-    stride = problem.cluster.per_node if family.replica > problem.cluster.per_node else family.tensor * family.context
-    neighbour = ring(problem.cluster, 2.0, max(1, stride), problem.efficiency.exchange)
-    return slowest, 2 * interleave * neighbour.send(size / (2 * interleave))
+    slowest = once.layer * _layers_of_a_stage(once, family.pipeline, interleave)
+    return slowest, 2 * interleave * seconds_between_stages(problem, family, tokens)
 
 
 def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
 from typing import ClassVar
 
 from flowtrain_lightning.allocator import (
@@ -19,6 +21,9 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
+
+_OF_STAGES: tuple[Placement, ...] = ("separate", "colocated")
+"""Placements in which a backbone may have stages."""
 
 _RUN = ("bf16-mixed", "bf16-true", "32-true")
 """Precisions that can be planned for and run."""
@@ -67,18 +72,36 @@ def choose_plans(
     modelled = running_plans(costs) if running is None else list(running)
     if not modelled:
         return Choices(anyway, None)
-    played = tuple(modelled if simulator is None else simulator.simulated(modelled))
-    recommended = choose_placement(_GivenPlans(played))
-    before = next(plan for plan in modelled if plan.kind == recommended.chosen.kind)
+    played = modelled if simulator is None else simulator.simulated(modelled)
+    both = _one_of_each_kind(list(zip(modelled, played, strict=True)), costs.margin)
+    recommended = choose_placement(_GivenPlans(tuple(after for _, after in both)))
+    before = next(before for before, after in both if after is recommended.chosen)
     return Choices(recommended, _faster(anyway.chosen, before, recommended.chosen))
 
 
+def _one_of_each_kind(
+    plans: Sequence[tuple[ModelledPlan, ModelledPlan]], margin: float
+) -> list[tuple[ModelledPlan, ModelledPlan]]:
+    """Of plans as modelled and as played one of each kind: with stages where it is faster by more than the margin.
+
+    How long stages wait for each other only playing them tells: those that were not played are left out, if others run.
+    """
+    plain = {before.kind: (before, after) for before, after in plans if not has_stages(before)}
+    staged = [(before, after) for before, after in plans if has_stages(before)]
+    if any(after is not before for before, after in staged) or plain:
+        staged = [(before, after) for before, after in staged if after is not before]
+    for before, after in sorted(staged, key=lambda each: -each[1].seconds):
+        if before.kind not in plain or after.seconds * (1 + margin) < plain[before.kind][1].seconds:
+            plain[before.kind] = (before, after)
+    return list(plain.values())
+
+
 def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | None = None) -> list[ModelledPlan]:
-    """The best plan of every kind among those that training runs.
+    """The best plan of every kind among those that training runs; then those in stages, see `staged_plans`.
 
     Args:
         costs: predict the plans.
-        allows: whether a role may have a layout, of those that it can run in; None: all of them.
+        allows: whether a role may have a layout, of those that it can run in; None: all of them, also in stages.
     """
     problems = costs.problems
     found = costs.plans(allows or (lambda role, layout: can_run(role, layout, problems)))
@@ -90,15 +113,37 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
             *(plan for plan in found if plan.kind != "separate"),
             *(one for one in apart if one.kind == "separate"),
         )
-    return [plan for plan in found if why_plan_cannot_run(plan, problems) is None]
+    run = [plan for plan in found if why_plan_cannot_run(plan, problems) is None]
+    if allows is not None or len(problems) == 1:
+        return run
+    best = {plan.kind: plan.seconds for plan in run}  # that stages wait for each other only makes them slower
+    staged = (plan for plan in staged_plans(costs) if plan.seconds < best.get(plan.kind, inf))
+    return [*run, *(plan for plan in staged if why_plan_cannot_run(plan, problems) is None)]
 
 
-def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated") -> bool:
-    """Whether training runs a role in a layout, in a placement, and steps of it can be played.
+def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
+    """The best plan of every number of stages of the backbone, separate and colocated."""
+    problems = costs.problems
+    for stages in costs.space.pipeline:
+        for placement in _OF_STAGES if stages > 1 else ():
 
-    Stages run, but nothing plays them: they are not recommended on a model of their time alone.
-    """
-    return layout.pipeline == 1 and _runs(role, layout, tuple(problems), placement) and _suits(layout, problems) is None
+            def allows(role: str, layout: Layout, stages: int = stages, placement: Placement = placement) -> bool:
+                wanted = stages if role == BACKBONE else 1
+                return layout.pipeline == wanted and can_run(role, layout, problems, placement, stages)
+
+            yield from costs.plans(allows, (placement,))
+
+
+def has_stages(plan: ModelledPlan) -> bool:
+    """Whether a role of the plan has stages."""
+    return any(one.layout.pipeline > 1 for one in plan.chosen.values())
+
+
+def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated", stages: int = 1) -> bool:
+    """Whether training runs a role in a layout, in a placement, where the backbone has so many stages."""
+    if role == BACKBONE and layout.pipeline != stages:
+        return False
+    return _runs(role, layout, tuple(problems), placement, stages) and _suits(layout, problems) is None
 
 
 def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:
@@ -157,18 +202,23 @@ def _why_text_cannot_run(layout: Layout) -> str | None:
     )
 
 
-def _runs(role: str, layout: Layout, roles: tuple[str, ...], placement: Placement) -> bool:
-    """Whether training runs a layout at all: the role in it, at the smallest size of its kind, others in copies."""
+@cache
+def _runs(role: str, layout: Layout, roles: tuple[str, ...], placement: Placement, stages: int) -> bool:
+    """Whether training runs a layout at all: the role in it, at the smallest size of its kind, others in copies.
+
+    The backbone is in so many stages, of copies.
+    """
     if len(roles) == 1:
         return _why_text_cannot_run(layout) is None
     replicas = min(2, layout.replicas)
     each = max(layout.expert, min(2, layout.data // layout.replicas))
-    small = replace(layout, data=replicas * each, replicas=replicas)
+    small = replace(layout, data=replicas * each * (1 if role == BACKBONE else stages), replicas=replicas)
     together, count = placement == "colocated", small.ranks
     order = (BACKBONE, *(name for name in roles if name != BACKBONE))
     first = {name: 0 if together else number * count for number, name in enumerate(order)}
     ranks = {name: tuple(range(first[name], first[name] + count)) for name in roles}
-    layouts = {name: small if name == role else Layout(count) for name in roles}
+    copies = {name: Layout(count // stages, pipeline=stages) if name == BACKBONE else Layout(count) for name in roles}
+    layouts = copies | {role: small}
     return why_it_cannot_run(Allocation(placement, layouts, ranks)) is None
 
 

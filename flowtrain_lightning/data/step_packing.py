@@ -11,9 +11,9 @@ from typing import Any
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan, SyncEvery
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
-from flowtrain_lightning.packing.microbatches import arrange_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.setting_values import check_settings
+from flowtrain_lightning.packing.stage_microbatches import arrange_step
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Batches
 from flowtrain_lightning.packing.step_planner import plan_step, sync_every_of
@@ -108,7 +108,7 @@ class StepPacking:
     def arrange(self, step: StreamStep, settings: StreamSettings, members: StepMembers) -> Batches:
         """The microbatches of a stream's step for the ranks of a layout; every layout gets the same samples."""
         sync_every = self.sync_every or sync_every_of(members)
-        return arrange_step(step, settings, self.cost, members.counts[members.trunk], sync_every)
+        return arrange_step(step, settings, self.cost, members.counts[members.trunk], sync_every, members.stages)
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
 from flowtrain_lightning.packing.policies.member_orders import joint_order
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
+from flowtrain_lightning.packing.policies.trunk_order import in_order
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
 
@@ -55,13 +56,25 @@ def graph_of_step(work: StepWork, rules: StepRules) -> TimedGraph:
         for number, batch in enumerate(lane.batches):
             for role, member, read_as in batch.readers:
                 reading, giving_back = lanes[role, member].numbers
-                needs[reading[read_as]].append(forwards[number])
-                if number in backwards:
-                    needs[backwards[number]].append(giving_back.get(read_as, reading[read_as]))
+                answer = giving_back.get(read_as, reading[read_as])
+                links = [(reading[read_as], forwards[number])]
+                links += [(backwards[number], answer)] if number in backwards else []
+                for taker, needed in links:
+                    needs[taker].append(_on_the_way(needed, batch.on_the_way, works, seconds, needs))
     if rules.producers_first:
         _wait_for_all(needs, lanes, rules)
     of_ranks = {rank: list(_lanes_of_rank(members, lanes, rules)) for rank, members in _members(work, rules).items()}
     return TimedGraph(StepGraph(works, needs, of_ranks, list(_meetings(lanes, work, rules))), seconds)
+
+
+def _on_the_way(needed: int, time: float, works: list[Work], seconds: list[float], needs: list[list[int]]) -> int:
+    """The work at whose end the result of ``needed`` has come to its taker: one of no rank, if it takes time."""
+    if not time:
+        return needed
+    works.append(works[needed])
+    seconds.append(time)
+    needs.append([needed])
+    return len(works) - 1
 
 
 class _Lane(NamedTuple):
@@ -83,8 +96,11 @@ class _Lane(NamedTuple):
         if rules.produces(role):
             keeps_nothing = {n for n, batch in enumerate(batches) if batch.recomputed or n not in has_backward}
             order = forwards_first(range(len(batches)), rules.in_flight.get(role, len(batches)), keeps_nothing)
-        else:  # what nobody reads waits for nobody else: its backward comes at once
-            order = forwards_first(range(len(batches)), in_flight=1, recomputed=())
+        else:  # what nobody reads waits for nobody else: its backward comes at once; but that of a stage
+            closing = [number for number, batch in enumerate(batches) if batch.closes]
+            every = range(len(batches) - len(closing))
+            in_turn = in_order(len(every), every, rules.in_flight.get(role, 1))
+            order = [*in_turn, *(("forward", number) for number in closing)]
         return cls(batches, [(kind, n) for kind, n in order if kind == "forward" or n in has_backward], ({}, {}))
 
     def seconds(self, kind: str, number: int) -> float:
@@ -152,11 +168,15 @@ def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> No
 
 
 def _meetings(lanes: _Lanes, work: StepWork, rules: StepRules) -> Iterator[list[int]]:
-    """Forwards that members begin together, of roles that nobody reads: all of these have batches of one number."""
+    """What members begin together, of roles that nobody reads: all of these have batches of one number.
+
+    It is forwards, which their backwards follow at once; in stages backwards too.
+    """
     for role, (_, size, _) in rules.meets.items():
         of_role = () if rules.produces(role) else work.get(role, ())
-        members = [lanes[role, member].numbers[0] for member in range(len(of_role))]
-        for first in range(0, len(members), size) if size > 1 else ():
-            group = members[first : first + size]
-            for number in range(max(map(len, group))):
-                yield [forwards[number] for forwards in group if number in forwards]
+        for kind in range(2 if rules.in_flight.get(role, 1) > 1 else 1):
+            members = [lanes[role, member].numbers[kind] for member in range(len(of_role))]
+            for first in range(0, len(members), size) if size > 1 else ():
+                group = members[first : first + size]
+                for number in range(max(map(len, group))):
+                    yield [passes[number] for passes in group if number in passes]

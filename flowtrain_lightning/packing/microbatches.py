@@ -18,7 +18,6 @@ from flowtrain_lightning.packing.bin_packing import (
 from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.dense_groups import fill_groups
 from flowtrain_lightning.packing.load_balancing import rebalance
-from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep
 from flowtrain_lightning.packing.sparse_groups import match_groups
 from flowtrain_lightning.packing.step_plan import Batches, FloatArray, IntArray, SyncEvery
 
@@ -99,31 +98,6 @@ def pack_sorted(
     if len(tokens) <= MOST_SEARCHED:
         branch_and_bound(best, tokens, costs, positions, ranks, budget, True)
     return balance_totals(best, costs, positions, ranks), positions
-
-
-def arrange_step(
-    step: StreamStep, settings: StreamSettings, cost: CostModel, ranks: int, sync_every: SyncEvery
-) -> Batches:
-    """The microbatches of a stream's step for the ranks of a layout, by `arrange`; every layout has the same samples.
-
-    Args:
-        step: of the stream.
-        settings: how the stream is cut.
-        cost: what a packed set of sequences costs.
-        ranks: backbone ranks of this layout.
-        sync_every: how often they wait for each other.
-    """
-    bin_of, positions = arrange(
-        step.tokens,
-        cost.weight_of_each(step.tokens),
-        step.bin_of,
-        microbatches=settings.microbatches,
-        group_size=settings.balance_group,
-        ranks=ranks,
-        budget=settings.token_budget,
-        sync_every=sync_every,
-    )
-    return as_microbatches(bin_of, positions, ranks)
 
 
 def arrange(

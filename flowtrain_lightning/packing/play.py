@@ -1,4 +1,4 @@
-"""Plays a step graph: when every work begins and ends, if each takes a given time. Only computing takes time."""
+"""Plays a step graph: when every work begins and ends, if each takes a given time."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def play(graph: StepGraph, seconds: Sequence[float], start: Mapping[int, float])
 
     Every rank that is free takes the next work of its first lane that has what it needs, waits there for those that
     begin it together with this one, and is busy until its own work ends. What ends at the same time is seen together.
+    A work of no rank, such as rows on their way, begins as soon as what it needs is there.
 
     Args:
         graph: of the step.
@@ -83,6 +84,8 @@ class _Playing:
             if not self._lacks[beginning]:
                 for able in self._together[beginning]:
                     self._woken.update(self._idle.intersection(self._ranks[able]))
+                    if not self._ranks[able]:
+                        self._begin(able, now)
 
     def _take(self, rank: int, now: float) -> None:
         """Lets a rank come to its next work, which begins when all have come to it."""

@@ -13,6 +13,11 @@ def stage_name(role: str, stage: int) -> str:
     return f"{role} stage {stage}"
 
 
+def stage_names(role: str, stages: int) -> tuple[str, ...]:
+    """The names of all stages of a role, the first one first; none where it has one only."""
+    return tuple(stage_name(role, stage) for stage in range(stages if stages > 1 else 0))
+
+
 def hidden_entry(plan: StepPlan, stages: int, stage: int, member: int, number: int) -> int:
     """The number of the entry of a microbatch's hidden states, behind those of the plan.
 

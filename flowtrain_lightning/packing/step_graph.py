@@ -87,7 +87,7 @@ class StepGraph:
     """All works of a step. Works go by their numbers: their places in ``works``.
 
     Attributes:
-        works: of all ranks.
+        works: of all ranks. One that stands in no lane is of no rank: rows on their way from one to another.
         needs: ``[works]`` the works whose results each one takes.
         lanes: rank -> its lanes, in order of precedence: the works of each, in order. A rank does the next work of the
             first lane that can go on. A work of several ranks stands in a lane of each. A rank whose order is fixed has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from flowtrain_lightning.packing.microbatches import as_microbatches, pack_micro
 from flowtrain_lightning.packing.order import media_order, order_step
 from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
 from flowtrain_lightning.packing.shared_media import costs_once, encoded_as, side_by_side
+from flowtrain_lightning.packing.stage_microbatches import cheap_ends, pack_for_stages
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import (
     Batches,
@@ -63,7 +65,7 @@ def plan_step(
             item then is taken to cost as much as its rows cost the trunk.
         sync_every: how often members of the trunk wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
-            packs as many as are needed.
+            packs as many as are needed, and where the trunk has stages as many as keep these busy.
 
     Raises:
         PackingError: a role without a member or a budget below 1, sizes of other samples, a sample over the token
@@ -75,15 +77,19 @@ def plan_step(
         _refuse_other_modalities(sizes, members)
     trunk, graph = members.trunk, members.graph
     if microbatches is None:
-        microbatches = pack_microbatches(
-            sizes.tokens, ranks=members.counts[trunk], token_budget=token_budget, cost=cost, sync_every=sync_every
-        )
+        given: dict[str, Any] = {"token_budget": token_budget, "cost": cost, "sync_every": sync_every}
+        if members.stages > 1:
+            microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=members.stages, **given)
+        else:
+            microbatches = pack_microbatches(sizes.tokens, ranks=members.counts[trunk], **given)
     media_costs = _media_costs(sizes, cost, encoder_cost, members.some_only_encode)
     media_costs[generated_items(sizes, graph)] = 0.0
-    if encoder_cost is None or members.local or members.colocated or not graph.is_simple:
+    if encoder_cost is None or members.local or members.colocated or not graph.is_simple or members.stages > 1:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
-        # have to compare what media cost one encoder with what others cost another.
+        # have to compare what media cost one encoder with what others cost another, and knows no stages.
         microbatches = _by_media(microbatches, sizes, None if graph.is_simple else media_costs)
+        if members.stages > 1:
+            microbatches = cheap_ends(microbatches, sizes.tokens, cost)
     else:
         encoding = sum(members.counts[role] for role in members.producers)
         once = costs_once(sizes.alike, media_costs)

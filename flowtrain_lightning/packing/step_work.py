@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class TimedBatch:
         readers: the batches that read its rows.
         recomputed: nothing is kept of its forward, which runs again before its backward.
         before: batches of its member, for the same position, that come before it.
+        on_the_way: time until its rows are with its readers; their gradients take as long to come back.
+        closes: it is the end of a step, behind all passes of its member.
     """
 
     forward: float
@@ -49,6 +52,8 @@ class TimedBatch:
     readers: tuple[BatchOf, ...] = ()
     recomputed: bool = False
     before: int = 0
+    on_the_way: float = 0.0
+    closes: bool = False
 
     @property
     def turn(self) -> Turn:
@@ -74,25 +79,41 @@ def step_work(
     plan: StepPlan,
     seconds: Mapping[str, Callable[[IntArray], PassTimes]],
     recomputed: Mapping[str, Sequence[Collection[int]]] | None = None,
+    stages: Sequence[str] = (),
+    on_the_way: Callable[[IntArray], float] = lambda lengths: 0.0,
 ) -> StepWork:
     """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
 
+    Where the trunk has stages, each is a role of its own: it reads what the one before makes of a microbatch, and all
+    of them read features.
+
     Args:
         plan: who encodes and who reads what.
-        seconds: role -> what a batch of it takes, by the lengths of its items (`StepPlan.lengths`).
+        seconds: role or stage -> what a batch of it takes, by the lengths of its items (`StepPlan.lengths`).
         recomputed: role that encodes -> the numbers of each member's recomputed batches; None for none.
+        stages: names of the trunk's stages (`stage_names`); none where it has all of its layers in one place.
+        on_the_way: seconds until a microbatch's hidden states are with the next stage, by the lengths of its sequences.
     """
+    trunk, again = plan.graph.trunk, recomputed or {}
+    parts = tuple(stages) or (trunk,)
     readers: dict[BatchOf, list[BatchOf]] = {}
     for entry in plan.entries:
-        readers.setdefault(entry.maker, []).extend(entry.readers)
-    trunk, again = plan.graph.trunk, recomputed or {}
-    reads, tokens = seconds[trunk], plan.lengths(trunk)
-    work: dict[str, list[list[TimedBatch]]] = {
-        trunk: [
-            [TimedBatch(*reads(tokens[samples]) if len(samples) else (0.0, 0.0)) for samples in own]
-            for own in plan.microbatches
+        read_by = (each._replace(role=part) for each in entry.readers for part in parts)
+        readers.setdefault(entry.maker, []).extend(read_by)
+    tokens = plan.lengths(trunk)
+    work: dict[str, list[list[TimedBatch]]] = {}
+    for part, following in zip_longest(parts, parts[1:]):
+        work[part] = [
+            [
+                TimedBatch(
+                    *(seconds[part](tokens[samples]) if len(samples) else (0.0, 0.0)),
+                    readers=() if following is None else (BatchOf(following, member, number),),
+                    on_the_way=on_the_way(tokens[samples]) if following is not None and len(samples) else 0.0,
+                )
+                for number, samples in enumerate(own)
+            ]
+            for member, own in enumerate(plan.microbatches)
         ]
-    }
     for role in plan.graph.producers:
         work[role] = [
             [
@@ -121,9 +142,10 @@ class StepRules:
 
     Attributes:
         ranks: role -> the ranks of each member, which share its work. A rank of several roles does what it can of the
-            first one before it turns to the next.
-        edges: which role reads from which.
-        in_flight: role -> batches of a member whose activations may be kept at a time; no limit where it is missing.
+            first one before it turns to the next. Stages are roles here.
+        edges: which role reads from which; from one stage to the next there is none, since all of them end a step.
+        in_flight: role -> batches of a member whose activations may be kept at a time; where it is missing no limit
+            holds for a role that is read, and one for others. With more, what is not read is a stage in 1F1B order.
         meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
             of several roles have a fixed order, see `taking_turns`.
         producers_first: no role that reads begins before all that it reads is there.

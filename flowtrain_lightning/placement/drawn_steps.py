@@ -13,8 +13,8 @@ from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, Sampl
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.listed_media import ListedMedia, sizes_of_listed
 from flowtrain_lightning.packing.media_groups import MediaGroups
-from flowtrain_lightning.packing.microbatches import arrange_step
 from flowtrain_lightning.packing.sample_stream import StreamSettings, StreamStep, usual_balance_group
+from flowtrain_lightning.packing.stage_microbatches import arrange_step
 from flowtrain_lightning.packing.step_planner import sync_every_of
 from flowtrain_lightning.packing.stream_packer import StreamPacker
 from flowtrain_lightning.placement.simulation import plan_on
@@ -107,7 +107,7 @@ class FilledSteps:
     def _packed(self, allocation: Allocation, step: StreamStep, samples: IntArray) -> StepPlan:
         settings, members = self.settings, allocation.step_members()
         ranks = members.counts[members.trunk]
-        made = arrange_step(step, settings, settings.cost, ranks, sync_every_of(members))
+        made = arrange_step(step, settings, settings.cost, ranks, sync_every_of(members), members.stages)
         packing = (settings.token_budget, settings.cost, self.encoder_cost, self.encoder_budget)
         return plan_on(allocation, self.sizes.select(samples), samples, *packing, microbatches=made)
 

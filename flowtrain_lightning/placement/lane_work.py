@@ -8,6 +8,7 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
+from flowtrain_lightning.packing.stage_entries import stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Turn
@@ -18,7 +19,7 @@ from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayo
 def lane_work(
     plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int
 ) -> tuple[list[StepWork], StepRules]:
-    """Lists each rank's work in some steps, as a lane for each of its roles.
+    """Lists each rank's work in some steps, as a lane for each of its roles, and for its stage of the trunk.
 
     The end of a step is one more batch of every member of the trunk, with a forward alone, and, where encoders train, a
     part of the backward of the last batch of every member that encodes.
@@ -31,34 +32,40 @@ def lane_work(
     """
     layouts, producers, members = allocation.layouts, allocation.producers, allocation.step_members()
     needs_others = allocation.placement == "mixed" and any(layouts[role].shares_weights for role in producers)
+    trunk, stages = allocation.trunk, stage_names(allocation.trunk, members.stages)
+    parts = stages or (trunk,)
+    opened = {name: members.stages - stage for stage, name in enumerate(stages)}  # see `trunk_order`
     rules = StepRules(
-        {role: allocation.members(role) for role in (allocation.trunk, *producers)},
-        allocation.graph.edges,
-        in_flight=dict.fromkeys(producers, kept_batches),
-        meets=allocation.meets,
+        {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
+        | {role: allocation.members(role) for role in producers},
+        [edge._replace(consumer=name) for edge in allocation.graph.edges for name in parts],
+        in_flight=opened | dict.fromkeys(producers, kept_batches),
+        meets=allocation.meets | dict.fromkeys(stages, allocation.meets[trunk]),
         steps_ahead=0 if costs.encoder_trains or needs_others else STEPS_AHEAD,
     )
-    seconds = {role: _priced(plans, costs, role) for role in allocation.roles}
-    ends = {role: sum(costs.end_of_step(role)) for role in allocation.roles}
+    seconds = {name: _priced(plans, costs, trunk, name) for name in parts}
+    seconds |= {role: _priced(plans, costs, role, role) for role in producers}
+    ends = {name: sum(costs.end_of_step(name)) for name in seconds}
     works: list[StepWork] = []
     for plan in plans:
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
-        work = _with_ends(step_work(plan, seconds, recomputed), members, ends, trains=costs.encoder_trains)
+        work = step_work(plan, seconds, recomputed, stages, costs.on_the_way)
+        work = _with_ends(work, members, ends, trains=costs.encoder_trains)
         works.append({role: _as_they_meet(batches, members.meeting(role)) for role, batches in work.items()})
     return works, rules
 
 
-def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str) -> Callable[[IntArray], PassTimes]:
-    """Seconds of a role's batches by their lengths, for all batches of some steps at once, each kind once."""
+def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str, part: str) -> Callable[[IntArray], PassTimes]:
+    """Seconds of a role's batches in a part of it, by their lengths, for all batches of some steps at once."""
     kinds: dict[bytes, IntArray] = {}
     for plan in plans:
         lengths = plan.lengths(role)
         found = (lengths[batch] for own in plan.batches[role] for batch in own if len(batch))
         kinds |= {each.tobytes(): each for each in found}
     if isinstance(costs, ModelledLayoutCosts):  # one by one it would take a hundred times as long
-        passes = dict(zip(kinds, costs.batches(role, list(kinds.values())), strict=True))
+        passes = dict(zip(kinds, costs.batches(part, list(kinds.values())), strict=True))
     else:
-        passes = {kind: costs.batch(role, each) for kind, each in kinds.items()}
+        passes = {kind: costs.batch(part, each) for kind, each in kinds.items()}
     return lambda lengths: passes[lengths.tobytes()]
 
 
@@ -66,8 +73,8 @@ def _with_ends(work: StepWork, members: StepMembers, ends: Mapping[str, float], 
     """The same, and what the end of a step takes for each role."""
     ended = {}
     for role, of_role in work.items():
-        if role == members.trunk:
-            ended[role] = [[*batches, TimedBatch(ends[role], 0.0)] for batches in of_role]
+        if role not in members.producers:
+            ended[role] = [[*batches, TimedBatch(ends[role], 0.0, closes=True)] for batches in of_role]
         else:
             ended[role] = [
                 [*batches[:-1], *(replace(last, backward=last.backward + ends[role] * trains) for last in batches[-1:])]

@@ -14,14 +14,16 @@ from typing import Protocol
 
 import numpy as np
 
-from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, RoleProblem
+from flowtrain_lightning.allocator import Allocation, AllocationError, RoleProblem
 from flowtrain_lightning.allocator.candidates import why_undividable
-from flowtrain_lightning.allocator.flops import pairs_of_each
+from flowtrain_lightning.allocator.flops import FloatArray, pairs_of_each
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family, family_of
-from flowtrain_lightning.allocator.role_time import RoleTime, offload_seconds, role_time, slowest_of
+from flowtrain_lightning.allocator.role_time import RoleTime, batches, offload_seconds, role_time, slowest_of
 from flowtrain_lightning.allocator.sharing_time import sharing_time
+from flowtrain_lightning.allocator.stages import seconds_between_stages, stage_of_problem
 from flowtrain_lightning.packing import IntArray
+from flowtrain_lightning.packing.stage_entries import stage_names
 from flowtrain_lightning.packing.step_work import PassTimes
 from flowtrain_lightning.placement.profile import Profile
 
@@ -37,10 +39,13 @@ class LayoutCosts(Protocol):
         """Encoder batches have backwards."""
 
     def batch(self, role: str, lengths: IntArray) -> PassTimes:
-        """Forward and backward of a batch of a role, by the ``[items]`` lengths of what is in it."""
+        """Forward and backward of a batch of a role or stage, by the ``[items]`` lengths of what is in it."""
 
     def end_of_step(self, role: str) -> tuple[float, float]:
-        """The gradient reduction and the optimizer."""
+        """The gradient reduction and the optimizer, of a role or stage."""
+
+    def on_the_way(self, lengths: IntArray) -> float:
+        """A microbatch's hidden states from one stage of the trunk to the next, by the lengths of its sequences."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,6 @@ class ProfiledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
-            _refuse_stages(role, layout)
             if layout.ranks_of_member > 1 or layout.shard.startswith("zero") or layout.shard == "deepspeed-3":
                 raise AllocationError(
                     f"The plan's {role} has {layout.describe()}, but a profile of whole layers and sequences does not "
@@ -94,6 +98,10 @@ class ProfiledLayoutCosts:
         updated = self._summing(half.gradient_bytes, shards) / 2
         scattered = self._summing(half.gradient_bytes, shards) / 2 if layout.shard == "deepspeed-1" else 0.0
         return scattered + updated, half.optimizer_seconds / shards
+
+    def on_the_way(self, lengths: IntArray) -> float:
+        """See `LayoutCosts`: a profile has no stages."""
+        return 0.0
 
     def _sharing(self, role: str) -> tuple[float, float]:
         """Seconds that a layout adds to a rank's forward and backward of one batch."""
@@ -140,7 +148,6 @@ class ModelledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
-            _refuse_stages(role, layout)
             reason = why_undividable(self.problems[role], layout.tensor, layout.pipeline, layout.context)
             if reason is not None:
                 raise AllocationError(reason)
@@ -158,7 +165,7 @@ class ModelledLayoutCosts:
         """Forward and backward of many batches of a role, all at once: they are columns of the same arrays."""
         if not lengths:
             return []
-        problem, family = self.problems[role], self._families[role]
+        problem, family = self._parts[role]
         starts = np.cumsum([0, *map(len, lengths[:-1])])
         joined = np.concatenate(lengths)
         tokens = np.add.reduceat(joined, starts).astype(np.float64)
@@ -172,7 +179,7 @@ class ModelledLayoutCosts:
         sharing = sharing_time(problem, family, once, self._times[role].microbatches)
         # Collectives among tensor and context ranks are in both; how much of them is in which is as with computing.
         computing = once.forward + once.backward
-        slower = 1 + problem.efficiency.jitter * slowest_of(family.data * family.replica) + once.exchange / computing
+        slower = 1 + problem.efficiency.jitter * slowest_of(self._ranks_beside(role)) + once.exchange / computing
         forward, backward = once.forward * slower + sharing.forward, once.backward * slower + sharing.backward
         backward = backward + offload_seconds(problem, family, once, tokens)
         return list(map(PassTimes, forward.tolist(), backward.tolist()))
@@ -181,6 +188,12 @@ class ModelledLayoutCosts:
         """See `LayoutCosts`."""
         time = self._times[role]
         return float(time.reduction[0]), float(time.optimizer[0])
+
+    def on_the_way(self, lengths: IntArray) -> float:
+        """See `LayoutCosts`."""
+        trunk = self.allocation.trunk
+        tokens = np.array([float(lengths.sum())])
+        return float(seconds_between_stages(self.problems[trunk], self._families[trunk], tokens)[0])
 
     @cached_property
     def _families(self) -> dict[str, Family]:
@@ -191,8 +204,25 @@ class ModelledLayoutCosts:
         }
 
     @cached_property
+    def _parts(self) -> dict[str, tuple[RoleProblem, Family]]:
+        """Role or stage -> what it computes, and how its ranks are laid out."""
+        parts = {role: (self.problems[role], family) for role, family in self._families.items()}
+        trunk = self.allocation.trunk
+        problem, family = parts[trunk]
+        microbatches, _ = batches(problem, family)
+        forwards = round(float(microbatches[0] * family.data[0]))
+        for stage, name in enumerate(stage_names(trunk, family.pipeline)):
+            parts[name] = stage_of_problem(problem, family, stage, forwards)
+        return parts
+
+    @cached_property
     def _times(self) -> dict[str, RoleTime]:
-        return {role: role_time(self.problems[role], family) for role, family in self._families.items()}
+        return {name: role_time(*part) for name, part in self._parts.items()}
+
+    def _ranks_beside(self, name: str) -> FloatArray:
+        """The ranks of the role, all of which wait for the slowest; of a stage those of all stages."""
+        family = self._families.get(name, self._families[self.allocation.trunk])
+        return family.data * family.replica
 
 
 @dataclass(frozen=True)
@@ -201,13 +231,6 @@ class ReadLayoutCosts(ModelledLayoutCosts):
 
     def batches(self, role: str, lengths: Sequence[IntArray]) -> list[PassTimes]:
         """See `ModelledLayoutCosts`."""
-        return [PassTimes(0.0, 0.0)] * len(lengths) if role != self.allocation.trunk else super().batches(role, lengths)
-
-
-def _refuse_stages(role: str, layout: Layout) -> None:
-    """Raises an AllocationError for a role in stages, whose works nothing plays today."""
-    if layout.pipeline > 1:
-        raise AllocationError(
-            f"The plan's {role} has {layout.describe()}, but steps in stages are not simulated today; `flowtrain plan "
-            "--layout` says what they are modelled to take."
-        )
+        if role in self.allocation.producers:
+            return [PassTimes(0.0, 0.0)] * len(lengths)
+        return super().batches(role, lengths)

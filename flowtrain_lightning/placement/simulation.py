@@ -115,7 +115,7 @@ def plan_on(
 def simulate(plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int) -> Simulation:
     """Simulate steps on an allocation by the rules of the runtime, every rank on a device of its own.
 
-    Moving features, loading and Lightning's own work take no time here.
+    Moving features, loading and Lightning's own work take no time here; hidden states take theirs to the next stage.
 
     Args:
         plans: consecutive steps, planned for the allocation. The first one is simulated twice.
@@ -143,15 +143,16 @@ def _activities(
     spans: Sequence[SimulatedSpan], works: Sequence[StepWork], allocation: Allocation, costs: LayoutCosts
 ) -> Iterator[Activity]:
     """A simulated step, with its end told apart from its batches."""
-    ends = {role: costs.end_of_step(role) for role in allocation.roles}
+    ends = {name: costs.end_of_step(name) for name in works[0]}
     for span in spans:
-        (role, member, number), kind = span.work
+        (name, member, number), kind = span.work
+        role = name if name in allocation.layouts else allocation.trunk  # one of whose stages it is
         start, seconds = span.start, span.end - span.start
         parts: list[tuple[str, float]] = [(kind, seconds)]
-        batches = works[span.step][role][member]
-        # A backward, or all there is of what is no batch.
-        if number == len(batches) - 1 and (kind == "backward" or role == allocation.trunk):
-            reduction, optimizer = ends[role]
+        batches = works[span.step][name][member]
+        # All there is of what is no batch, or a backward with which an encoder ends.
+        if batches[number].closes or (number == len(batches) - 1 and kind == "backward" and role != allocation.trunk):
+            reduction, optimizer = ends[name]
             own = max(0.0, seconds - reduction - optimizer)
             parts = [(kind, own), ("reduction", reduction), ("optimizer", optimizer)]
         for part, seconds in parts:

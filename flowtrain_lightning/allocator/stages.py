@@ -1,0 +1,67 @@
+"""One stage of a role as a role of its own: its layers, and what comes before the first or behind the last of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowtrain_lightning.allocator.collectives import ring
+from flowtrain_lightning.allocator.description import Half
+from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.module_parts import Layers, Part
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+
+
+def half_of_stage(half: Half, stage: int, stages: int) -> Half:
+    """The part of a half that one stage holds: as many layers as the others, and the first or last one what is outside.
+
+    Layers of several kinds are taken to be spread over the half alike, as kinds that take turns are.
+
+    Args:
+        half: of which it is a part.
+        stage: which one.
+        stages: that divide the layers evenly.
+    """
+    first = next(number for number, part in enumerate(half.parts) if isinstance(part, Layers))
+
+    def here(number: int, part: Part) -> Part | None:
+        if isinstance(part, Layers):
+            return replace(part, count=part.count * (stage + 1) // stages - part.count * stage // stages)
+        return part if stage == (0 if number < first else stages - 1) else None
+
+    found = (here(number, part) for number, part in enumerate(half.parts))
+    return replace(half, parts=tuple(part for part in found if part is not None))
+
+
+def stage_of_problem(problem: RoleProblem, family: Family, stage: int, forwards: int) -> tuple[RoleProblem, Family]:
+    """The stage as a role of its own on the same devices, and the layout of its ranks.
+
+    Args:
+        problem: of the role.
+        family: its layout.
+        stage: which one.
+        forwards: microbatches of all replicas in a step, as many as they are of the role in its layout.
+    """
+    before = (half_of_stage(problem.half, each, family.pipeline) for each in range(stage))
+    own = replace(
+        problem,
+        half=half_of_stage(problem.half, stage, family.pipeline),
+        load=replace(problem.load, forwards=forwards),
+        receives_gradient=problem.receives_gradient or any(each.trains for each in before),
+    )
+    return own, replace(family, pipeline=1)
+
+
+def seconds_between_stages(problem: RoleProblem, family: Family, tokens: FloatArray) -> FloatArray:
+    """Seconds in which the hidden states of microbatches pass from one stage to the next, or their gradients back.
+
+    Ranks of one stage come before those of the next, so that what a stage shares is near, and its neighbour far.
+
+    Args:
+        problem: of the role.
+        family: its layout.
+        tokens: ``[layouts]`` of a microbatch; or ``[microbatches]`` of a family of one layout.
+    """
+    width = problem.precision.computing * max(part.hidden for part in problem.half.layers)
+    stride = family.data * family.tensor * family.context
+    neighbour = ring(problem.cluster, 2.0, stride, problem.efficiency.exchange)
+    return neighbour.send(tokens * width / (family.tensor * family.context))
