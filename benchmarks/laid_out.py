@@ -185,6 +185,11 @@ def train(job: LaidOutJob) -> None:
         module = LaidOutVLM(*arguments)
     backbone = job.allocation.layouts[BACKBONE]
     module.experts = backbone.data if backbone.expert > 1 else 0
+    fit(job, module)
+
+
+def fit(job: LaidOutJob, module: LaidOutVLM) -> None:
+    """Train a module that sleeps, as one of the job's ranks."""
     trainer = L.Trainer(
         accelerator="cpu",
         devices=job.allocation.size,

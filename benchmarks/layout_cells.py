@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,9 @@ def simulated_seconds(job: LaidOutJob) -> float:
     return float(np.mean(seconds[job.warmup :]))
 
 
-def run_job(job: LaidOutJob, deadline: float = _DEADLINE) -> dict[str, float]:
+def run_job(
+    job: LaidOutJob, deadline: float = _DEADLINE, train: Callable[[LaidOutJob], None] = laid_out.train
+) -> dict[str, float]:
     """Seconds of a step, and the shares of the cores and of a rank's time that ranks took.
 
     ``cores`` counts all processes of the ranks, ``runtime`` the threads that train, without what stands for computing.
@@ -182,8 +185,9 @@ def run_job(job: LaidOutJob, deadline: float = _DEADLINE) -> dict[str, float]:
     Args:
         job: what to run.
         deadline: seconds after which it has failed.
+        train: what each rank does.
     """
-    launch(laid_out.train, job, job.allocation.size, job.folder, deadline)
+    launch(train, job, job.allocation.size, job.folder, deadline)
     ranks = read_ranks(job.folder)
     ends = ranks[0]["ends"]
     seconds = ends[-1] - ends[job.warmup - 1]

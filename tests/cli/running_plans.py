@@ -9,13 +9,20 @@ import lightning as L
 import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.hearing import memory_data, module_of
-from tests.exactness.modules import Divided
+from tests.exactness.modules import Deep, Divided
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
 
 
 def train_on_plans(
-    folder: Path, *, data: str, plans: list[str], ranks: int, divides: bool = False, hears: bool = False
+    folder: Path,
+    *,
+    data: str,
+    plans: list[str],
+    ranks: int,
+    divides: bool = False,
+    hears: bool = False,
+    deep: bool = False,
 ) -> None:
     """Writes down on which allocation each plan has trained, and for how many steps.
 
@@ -26,8 +33,9 @@ def train_on_plans(
         ranks: of the run.
         divides: the module has layers that tensor ranks divide, and sequences that context ranks share.
         hears: it has an encoder of audio beside that of images.
+        deep: it has as many repeated blocks as stages may want.
     """
-    kind: type[TinyVLM] = Divided if divides else TinyVLM
+    kind: type[TinyVLM] = Divided if divides else Deep if deep else TinyVLM
     if hears:
         kind = module_of(divided=divides)
     trained = {}

@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator import (
     named_model,
     typical_workload,
 )
-from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
+from flowtrain_lightning.cli.plan_choice import choose_plans, has_stages, running_plans, why_plan_cannot_run
 from flowtrain_lightning.cli.plan_question import PlanQuestion
 from tests.allocator.problems import problems
 
@@ -36,6 +36,36 @@ def test_with_deepspeed_mixed_ranks_and_shared_layers_are_not_recommended():
     assert recommended
     assert "mixed" not in {plan.kind for plan in recommended}
     assert all(plan.chosen[role].layout.tensor == 1 for plan in recommended for role in ROLES)
+
+
+def question(model, devices, per_node, batch, device="h100", precision="bf16-true"):
+    """What is asked of a public model on typical data."""
+    module = named_model(model)
+    workload = typical_workload(module, global_batch_size=batch)
+    cluster = Cluster(DEVICES[device], devices, per_node)
+    return PlanQuestion(module, cluster, workload, None, PRECISIONS[precision], None, SearchSpace())
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch"),
+    [("qwen2.5-vl-7b", 4, 4), pytest.param("qwen2.5-vl-32b", 16, 16, marks=pytest.mark.full)],
+)
+def test_stages_are_recommended_where_links_are_slow_and_samples_few_and_they_run(model, devices, batch):
+    asked = question(model, devices, 1, batch)
+    chosen = asked.answer().recommended.chosen
+    assert has_stages(chosen)
+    assert why_plan_cannot_run(chosen, asked.problems) is None
+    assert chosen.seconds not in [plan.seconds for plan in asked.running], "as played, not as modelled"
+
+
+def test_they_are_not_where_links_are_fast():
+    assert not has_stages(question("qwen2.5-vl-7b", 8, 8, 64).answer().recommended.chosen)
+
+
+def test_what_was_not_played_is_not_recommended_in_stages():
+    costs = question("qwen2.5-vl-7b", 4, 1, 4).costs
+    assert any(map(has_stages, running_plans(costs)))
+    assert not any(map(has_stages, choose_plans(costs).recommended.predictions))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])

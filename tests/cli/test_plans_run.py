@@ -42,6 +42,13 @@ DIVIDED = {
 """More of it: few samples, which tensor ranks share; long ones, which context ranks do, also of clips; activations on
 the host."""
 
+FAR = ("--device", "h100", "--nodes", str(RANKS), "--precision", "bf16-true")
+IN_STAGES = {
+    "far": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "4"),
+    "two": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "32"),
+}
+"""Plans in stages."""
+
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory):
@@ -101,6 +108,14 @@ def test_plans_of_tensor_and_context_ranks_and_of_the_hosts_memory_train(tmp_pat
     train(list(paths.values()), tmp_path, divides=True)
 
 
+def test_plans_of_stages_train(tmp_path):
+    """Where devices have nodes of their own, so that weights and gradients would go over slow links."""
+    write_plans(tmp_path, IN_STAGES)
+    paths = {name: tmp_path / f"{name}-plan.yaml" for name in IN_STAGES}
+    assert [read_plan(path).layouts["backbone"].pipeline for path in paths.values()] == [4, 2]
+    train(list(paths.values()), tmp_path, deep=True)
+
+
 @pytest.mark.full
 def test_a_file_in_which_deepspeed_shards_the_roles_trains(tmp_path):
     pytest.importorskip("deepspeed")
@@ -140,11 +155,12 @@ def test_plans_of_models_that_see_and_hear_train(tmp_path):
     train(list(paths.values()), tmp_path, divides=True, hears=True)
 
 
-def train(paths, tmp_path, *, divides=False, hears=False, imports=None):
+def train(paths, tmp_path, *, divides=False, hears=False, deep=False, imports=None):
     """Trains on every plan, and compares on what each rank says it has trained."""
     write_records(tmp_path, 24)
     plans = [str(path) for path in paths]
     arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides, "hears": hears}
+    arguments |= {"deep": deep}
     job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, imports=imports)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):

@@ -184,14 +184,16 @@ backbone: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, vocabulary: 1000}
 """
 
 
-def test_by_a_models_dimensions_it_plays_tensor_ranks_too(simulate, simulate_by):
-    write_plan(TENSOR, Path("tensor.yaml"), "by hand")
+@pytest.mark.parametrize("degree", ["tensor", "pipeline"])
+def test_by_a_models_dimensions_it_plays_tensor_ranks_and_stages_too(simulate, simulate_by, degree):
+    backbone = Layout(1, **{degree: 2})
+    write_plan(replace(TENSOR, layouts=TENSOR.layouts | {"backbone": backbone}), Path("divided.yaml"), "by hand")
     Path("model.yaml").write_text(DIMENSIONS)
-    arguments = ("--plan", "tensor.yaml", "--global-batch-size", "8", "--steps", "3")
+    arguments = ("--plan", "divided.yaml", "--global-batch-size", "8", "--steps", "3")
     with pytest.raises(SystemExit, match=r"a profile of whole layers and sequences does not say.*--model"):
         simulate(*arguments)
     printed = simulate_by("--model", "model.yaml", *arguments)
-    assert "backbone on ranks 0-1 (data 1, tensor 2, replicate)" in printed
+    assert f"backbone on ranks 0-1 (data 1, {degree} 2, replicate)" in printed
     assert "3 steps of lengths.parquet by the dimensions of model.yaml on h100" in printed
     values = json.loads(simulate_by("--model", "model.yaml", *arguments, "--json"))
     assert values["step_seconds"] > 0
@@ -203,13 +205,6 @@ def test_a_plan_that_training_does_not_run_is_not_played(simulate):
     write_plan(Allocation("separate", layouts, TENSOR.ranks), Path("zero.yaml"), "by hand")
     with pytest.raises(SystemExit, match="gives the backbone the layout data 2, zero1"):
         simulate("--plan", "zero.yaml")
-
-
-def test_a_plan_in_stages_runs_but_is_not_played(simulate):
-    layouts = {"encoder": Layout(2), "backbone": Layout(1, pipeline=2)}
-    write_plan(Allocation("separate", layouts, TENSOR.ranks), Path("stages.yaml"), "by hand")
-    with pytest.raises(SystemExit, match="data 1, pipeline 2, replicate, but steps in stages are not simulated today"):
-        simulate("--plan", "stages.yaml")
 
 
 def test_without_a_profile_and_a_model_nothing_says_what_a_step_takes(simulate_by):

@@ -1,0 +1,46 @@
+"""A stage as a role of its own: together they are the role, and one of them is as long as predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator.module_parts import Dense, Embedding
+from flowtrain_lightning.allocator.pass_time import pass_time
+from flowtrain_lightning.allocator.role_problem import family_of
+from flowtrain_lightning.allocator.stages import half_of_stage, seconds_between_stages, stage_of_problem
+from tests.allocator.problems import problems
+
+STAGES = 4
+
+
+def test_stages_share_the_layers_and_the_first_and_last_have_what_is_outside():
+    half = problems()["backbone"].half
+    own = [half_of_stage(half, stage, STAGES) for stage in range(STAGES)]
+    assert sum(each.parameters for each in own) == half.parameters
+    assert {each.depth for each in own} == {half.depth // STAGES}
+    assert [any(isinstance(part, Embedding) for part in each.parts) for each in own] == [True, False, False, False]
+    assert [any(isinstance(part, Dense) for part in each.parts) for each in own] == [False, False, False, True]
+
+
+def test_their_times_add_up_to_that_of_the_role():
+    problem = problems()["backbone"]
+    family, tokens = family_of(Layout(2, pipeline=STAGES)), np.array([4096.0])
+    whole = pass_time(problem, family, tokens)
+    own = [pass_time(*stage_of_problem(problem, family, stage, 8), tokens) for stage in range(STAGES)]
+    assert sum(each.forward[0] for each in own) == pytest.approx(whole.forward[0])
+    assert sum(each.backward[0] for each in own) == pytest.approx(whole.backward[0])
+    assert own[-1].total > own[0].total, "it has the head"
+
+
+def test_gradients_flow_into_a_stage_that_is_frozen_where_something_before_it_trains():
+    frozen = problems(frozen=["backbone"])["backbone"]
+    first, _ = stage_of_problem(frozen, family_of(Layout(1, pipeline=STAGES)), 0, 8)
+    assert first.receives_gradient == frozen.receives_gradient
+
+
+def test_hidden_states_go_over_the_network_where_a_stage_fills_a_node():
+    problem, tokens = problems(devices=16)["backbone"], np.array([8192.0])
+    near, far = (seconds_between_stages(problem, family_of(Layout(data, pipeline=2)), tokens) for data in (4, 8))
+    assert far > 2 * near

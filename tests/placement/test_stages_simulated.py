@@ -1,0 +1,131 @@
+"""Steps of a backbone in stages, simulated: the order of the ranks, what a bubble takes, what the models predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing.cost_model import CostModel
+from flowtrain_lightning.packing.simulator import simulate_steps
+from flowtrain_lightning.packing.stage_entries import stage_names
+from flowtrain_lightning.packing.step_work import PassTimes
+from flowtrain_lightning.placement.lane_work import lane_work
+from flowtrain_lightning.placement.run_costs import rank_shard
+from flowtrain_lightning.placement.simulation import plan_on, simulate
+from flowtrain_lightning.runtime.program_of_plan import make_program
+from tests.placement.test_layout_costs import compared
+from tests.placement.test_simulation import draw_sizes
+
+BY_TOKENS = CostModel(1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class EvenStages:
+    """A second for a token in each direction of each stage, or for a patch; hidden states take as long as said."""
+
+    between: float = 0.0
+    encoder_trains: bool = True
+
+    def batch(self, role, lengths):
+        seconds = float(lengths.sum())
+        return PassTimes(seconds, seconds * (self.encoder_trains or role != "encoder"))
+
+    def end_of_step(self, role):
+        return 1.0, 1.0
+
+    def on_the_way(self, lengths):
+        return self.between
+
+
+def in_stages(placement, backbone, encoder=None):
+    everyone = tuple(range(backbone.ranks))
+    if placement == "colocated":
+        layouts = {"encoder": Layout(backbone.ranks), "backbone": backbone}
+        return Allocation(placement, layouts, dict.fromkeys(layouts, everyone))
+    encoder = encoder or Layout(1)
+    ranks = {"backbone": everyone, "encoder": tuple(range(backbone.ranks, backbone.ranks + encoder.ranks))}
+    return Allocation(placement, {"encoder": encoder, "backbone": backbone}, ranks)
+
+
+ALLOCATIONS = {
+    "copies": in_stages("separate", Layout(2, pipeline=3)),
+    "shards": in_stages("separate", Layout(2, pipeline=2, shard="fsdp"), Layout(2, shard="fsdp")),
+    "colocated": in_stages("colocated", Layout(1, pipeline=3)),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+@settings(max_examples=12, deadline=None)
+@given(trains=st.booleans(), kept=st.integers(0, 3), samples=st.integers(1, 16), seed=st.integers(0, 2**16))
+def test_ranks_work_in_the_order_that_they_have_in_training(name, trains, kept, samples, seed):
+    allocation, costs = ALLOCATIONS[name], EvenStages(0.5, trains)
+    draw = np.random.default_rng(seed)
+    plans = [plan_on(allocation, draw_sizes(draw, samples), np.arange(samples), 100, BY_TOKENS) for _ in range(2)]
+    spans = simulate_steps(*lane_work(plans, allocation, costs, kept)).spans
+    for rank in allocation.ranks["backbone"]:
+        stage = stage_names("backbone", allocation.layouts["backbone"].pipeline)[allocation.stage_of("backbone", rank)]
+        for step, plan in enumerate(plans):
+            trained = make_program(plan, rank_shard(allocation, rank), kept).roles["backbone"]
+            done = [each for each in spans if (each.step, each.rank, each.work.batch.role) == (step, rank, stage)]
+            *passes, end = [(each.work.kind, each.work.batch.number) for each in sorted(done, key=lambda e: e.start)]
+            assert end == ("forward", len(plan.microbatches[0]))
+            read = {number for number, own in enumerate(plan.microbatches[trained.member]) if len(own)}
+            wanted = [each for each in trained.passes if each[1] in read]
+            assert [each for each in passes if each[1] in read] == wanted
+
+
+@pytest.mark.parametrize(("microbatches", "stages"), [(1, 2), (2, 4), (8, 4)])
+def test_a_step_of_equal_microbatches_takes_as_many_of_them_and_the_bubble(microbatches, stages):
+    """Also of fewer microbatches than stages."""
+    found = seconds_of(microbatches, stages, EvenStages())
+    assert found == (microbatches + stages - 1) * 2 * 10 + 2
+
+
+def test_hidden_states_and_their_gradients_take_their_time_to_the_next_stage():
+    assert seconds_of(1, 3, EvenStages(between=4.0)) == 3 * 2 * 10 + 2 * 2 * 4 + 2
+
+
+def test_a_rank_whose_stage_waits_encodes_meanwhile():
+    """Media of the last microbatch are encoded beside the first ones, in the bubble of a later stage."""
+    media = np.arange(4) == 3
+    alone, beside = (seconds_of(4, 2, EvenStages(), media * patches, "colocated") for patches in (0, 5))
+    assert beside - alone < 2 * 5, "a part of it is hidden"
+
+
+def seconds_of(microbatches, stages, costs, patches=None, placement="separate"):
+    """Of a step whose samples of ten tokens are each a microbatch, some with a picture of so many patches."""
+    count, tokens = microbatches, np.full(microbatches, 10)
+    media = np.array([], dtype=np.int64) if patches is None else patches[patches > 0]
+    has = np.zeros(count, dtype=np.int64) if patches is None else (patches > 0).astype(np.int64)
+    sizes = SampleSizes(tokens, tokens, np.concatenate([[0], np.cumsum(has)]), media, media)
+    allocation = in_stages(placement, Layout(1, pipeline=stages))
+    plan = plan_on(allocation, sizes, np.arange(count), 10, BY_TOKENS)
+    return simulate([plan], allocation, costs, 4).step_seconds
+
+
+STAGES = {
+    "separate": Allocation(
+        "separate",
+        {"encoder": Layout(4), "backbone": Layout(1, pipeline=4)},
+        {"encoder": (4, 5, 6, 7), "backbone": (0, 1, 2, 3)},
+        recompute={"backbone": "full"},
+    ),
+    "shards": Allocation(
+        "separate",
+        {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(3, pipeline=2, shard="fsdp")},
+        {"encoder": (6, 7), "backbone": tuple(range(6))},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_equal_samples_take_about_what_is_predicted(name):
+    """The model takes all stages to be as slow as the slowest one, and nothing to be done in a bubble."""
+    predicted, simulated = compared(STAGES[name])
+    assert 0.9 * predicted < simulated < 1.02 * predicted
