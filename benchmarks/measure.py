@@ -95,7 +95,7 @@ def contents(batch: Any) -> dict[str, int]:
         }
     microbatches = [microbatch for microbatch in batch.microbatches if microbatch is not None]
     tokens = sum(len(microbatch.tokens) for microbatch in microbatches)
-    patches = sum(len(media.pixels) for media in batch.media["encoder"] if media is not None)
+    patches = sum(len(media.pixels) for media in batch.media.get("encoder", ()) if media is not None)
     return {
         "microbatches": len(microbatches),
         "samples": sum(len(microbatch.samples) for microbatch in microbatches),

@@ -186,7 +186,8 @@ def gain(found: Mapping[str, Any], kind: str) -> float:
 
 def farthest(found: Mapping[str, Any]) -> float:
     """How far the measured seconds of a contender are from the planned or simulated ones, at most."""
-    return max(abs(one["step"] / one[kind] - 1) for one in (found[STAGES], found[WHOLE]) for kind in _KINDS[:2])
+    each = (one["step"] / one[kind] - 1 for one in (found[STAGES], found[WHOLE]) for kind in _KINDS[:2])
+    return float(max(map(abs, each)))
 
 
 def text(results: Mapping[str, Any]) -> str:
