@@ -86,7 +86,7 @@ class StageCell:
     def records(self, folder: Path) -> Path:
         """Writes the records: a screen each, with an answer."""
         count = self.ranks * (_WARMUP + _STEPS)
-        write_records(folder, count, sides=screens(), pictures={1: 1.0}, words=(300, 500))
+        write_records(folder, count, sides=screens(), pictures={1: 1.0}, words=(380, 420))
         return folder
 
     def question(self, data: Path) -> tuple[Problems, PlanSimulator]:
@@ -113,7 +113,7 @@ CELLS = (
     StageCell("qwen2.5-vl-7b", "l40s", 8),
     StageCell("qwen2.5-vl-32b", "h100", 16),
     StageCell("qwen2.5-vl-72b", "h100", 16),
-    StageCell("qwen2.5-vl-7b", "l40s", 16),
+    StageCell("qwen2.5-vl-32b", "l40s", 16),
 )
 
 

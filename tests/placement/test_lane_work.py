@@ -49,6 +49,9 @@ class EvenCosts:
     def end_of_step(self, role):
         return 1.0, 1.0
 
+    def on_the_way(self, lengths):
+        return 0.0
+
 
 RANKS = {"colocated": (ALL, ALL), "mixed": (ALL, FIRST), "separate": (LAST, FIRST)}
 OF_SIZE = {4: FOUR_RANKS, 2: TWO_RANKS}
