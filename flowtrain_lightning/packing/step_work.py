@@ -42,6 +42,7 @@ class TimedBatch:
         readers: the batches that read its rows.
         recomputed: nothing is kept of its forward, which runs again before its backward.
         before: batches of its member, for the same position, that come before it.
+        position: of the batches whose rows it reads; None of what reads nothing, or one batch at each position.
     """
 
     forward: float
@@ -49,11 +50,13 @@ class TimedBatch:
     readers: tuple[BatchOf, ...] = ()
     recomputed: bool = False
     before: int = 0
+    position: int | None = None
 
     @property
     def turn(self) -> Turn:
-        """When one that is read is due."""
-        return min(reader.number for reader in self.readers), self.before
+        """When one that is read, or that reads from a position, is due."""
+        first = min(reader.number for reader in self.readers) if self.position is None else self.position
+        return first, self.before
 
     @property
     def read_until(self) -> int:
@@ -77,6 +80,8 @@ def step_work(
 ) -> StepWork:
     """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
 
+    What is generated is listed as what is encoded is, with the positions from which it is read.
+
     Args:
         plan: who encodes and who reads what.
         seconds: role -> what a batch of it takes, by the lengths of its items (`StepPlan.lengths`).
@@ -89,18 +94,25 @@ def step_work(
     reads, tokens = seconds[trunk], plan.lengths(trunk)
     work: dict[str, list[list[TimedBatch]]] = {
         trunk: [
-            [TimedBatch(*reads(tokens[samples]) if len(samples) else (0.0, 0.0)) for samples in own]
-            for own in plan.microbatches
+            [
+                TimedBatch(
+                    *reads(tokens[samples]) if len(samples) else (0.0, 0.0),
+                    readers=tuple(readers.get(BatchOf(trunk, member, number), ())),
+                )
+                for number, samples in enumerate(own)
+            ]
+            for member, own in enumerate(plan.microbatches)
         ]
     }
-    for role in plan.graph.producers:
+    for role in (*plan.graph.producers, *plan.graph.behind):
         work[role] = [
             [
                 TimedBatch(
                     *seconds[role](plan.sizes.media_patches[media]),
-                    readers=tuple(readers[BatchOf(role, member, number)]),
+                    readers=tuple(readers.get(BatchOf(role, member, number), ())),
                     recomputed=role in again and number in again[role][member],
                     before=plan.turns[role][member][number][1],
+                    position=plan.turns[role][member][number][0] if role in plan.graph.behind else None,
                 )
                 for number, media in enumerate(batches)
                 if len(media)
@@ -123,7 +135,8 @@ class StepRules:
         ranks: role -> the ranks of each member, which share its work. A rank of several roles does what it can of the
             first one before it turns to the next.
         edges: which role reads from which.
-        in_flight: role -> batches of a member whose activations may be kept at a time; no limit where it is missing.
+        in_flight: role -> batches of a member whose activations may be kept at a time; no limit where it is missing. Of
+            a role that reads and is read, those that may be open.
         meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
             of several roles have a fixed order, see `taking_turns`.
         producers_first: no role that reads begins before all that it reads is there.
@@ -162,7 +175,11 @@ class StepRules:
         """Whether another role reads from this one."""
         return any(edge.producer == role for edge in self.edges)
 
-    def ranks_of(self, produces: bool) -> frozenset[int]:
-        """All ranks of roles from which another one reads, or from which none does: whose end is the step's."""
-        roles = [role for role in self.ranks if self.produces(role) == produces]
+    def reads(self, role: str) -> bool:
+        """Whether this role reads from another one."""
+        return any(edge.consumer == role for edge in self.edges)
+
+    def ranks_of(self, only_produces: bool) -> frozenset[int]:
+        """All ranks of roles that do nothing but produce, or of all other ones: whose end is the step's."""
+        roles = [role for role in self.ranks if (self.produces(role) and not self.reads(role)) == only_produces]
         return frozenset(rank for role in roles for ranks in self.ranks[role] for rank in ranks)

@@ -150,7 +150,8 @@ def _activities(
         parts: list[tuple[str, float]] = [(kind, seconds)]
         batches = works[span.step][role][member]
         # A backward, or all there is of what is no batch.
-        if number == len(batches) - 1 and (kind == "backward" or role == allocation.trunk):
+        alone = role == allocation.trunk and not allocation.graph.behind
+        if number == len(batches) - 1 and (kind == "backward" or alone):
             reduction, optimizer = ends[role]
             own = max(0.0, seconds - reduction - optimizer)
             parts = [(kind, own), ("reduction", reduction), ("optimizer", optimizer)]
