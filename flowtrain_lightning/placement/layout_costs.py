@@ -81,7 +81,7 @@ class ProfiledLayoutCosts:
         """See `LayoutCosts`."""
         half, (gather, back) = self.profile.roles[role], self._sharing(role)
         seconds = half.cost.of_set(lengths)
-        if role != self.allocation.trunk and not half.trains:
+        if role in self.allocation.producers and not half.trains:
             return PassTimes(seconds + gather, 0.0)
         forward = seconds * half.forward_share
         return PassTimes(forward + gather, seconds - forward + self._repeated_share(role) * forward + back)
@@ -201,7 +201,11 @@ class ReadLayoutCosts(ModelledLayoutCosts):
 
     def batches(self, role: str, lengths: Sequence[IntArray]) -> list[PassTimes]:
         """See `ModelledLayoutCosts`."""
-        return [PassTimes(0.0, 0.0)] * len(lengths) if role != self.allocation.trunk else super().batches(role, lengths)
+        return (
+            [PassTimes(0.0, 0.0)] * len(lengths)
+            if role in self.allocation.producers
+            else super().batches(role, lengths)
+        )
 
 
 def _refuse_stages(role: str, layout: Layout) -> None:

@@ -8,6 +8,7 @@ import lightning as L
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.drawing import Drawing, drawings, write_drawings
 from tests.exactness.hearing import memory_data, module_of
 from tests.exactness.modules import Divided
 from tests.forks import write_down
@@ -15,7 +16,14 @@ from tests.tiny import TinyVLM, tiny_data
 
 
 def train_on_plans(
-    folder: Path, *, data: str, plans: list[str], ranks: int, divides: bool = False, hears: bool = False
+    folder: Path,
+    *,
+    data: str,
+    plans: list[str],
+    ranks: int,
+    divides: bool = False,
+    hears: bool = False,
+    draws: bool = False,
 ) -> None:
     """Writes down on which allocation each plan has trained, and for how many steps.
 
@@ -26,10 +34,13 @@ def train_on_plans(
         ranks: of the run.
         divides: the module has layers that tensor ranks divide, and sequences that context ranks share.
         hears: it has an encoder of audio beside that of images.
+        draws: it has a generator; its encoder, and all of its backbone but queries, are frozen.
     """
     kind: type[TinyVLM] = Divided if divides else TinyVLM
     if hears:
         kind = module_of(divided=divides)
+    if draws:
+        write_drawings(folder / "drawings")
     trained = {}
     for plan in plans:
         strategy = flow.FlowTrainStrategy(allocation=plan)
@@ -44,7 +55,10 @@ def train_on_plans(
             enable_model_summary=False,
             default_root_dir=folder / Path(plan).stem,
         )
-        trainer.fit(kind(), datamodule=memory_data() if hears else tiny_data(Path(data)))
+        if draws:
+            trainer.fit(Drawing(("encoder", "backbone"), divided=divides), drawings(folder / "drawings"))
+        else:
+            trainer.fit(kind(), datamodule=memory_data() if hears else tiny_data(Path(data)))
         trained[plan] = {"allocation": strategy.allocation.state_dict(), "steps": trainer.global_step}
     write_down(folder, trained)
     disconnect_groups()
