@@ -168,9 +168,9 @@ def test_plans_of_models_that_draw_train_on_fewer_ranks(tmp_path, monkeypatch):
     assert {layout.shard for layout in layouts["shards"].values()} == {"fsdp"}
     assert layouts["tensor"]["backbone"].tensor == 2
     assert layouts["groups"]["generator"].replicas > 1
-    costs = ModelledCosts(problems("metaquery-3b", devices=8))
+    costs = ModelledCosts(problems("metaquery-3b", devices=RANKS, device="h200"))
     apart = next(plan for plan in choose_plans(costs).recommended.predictions if plan.kind == "separate")
-    write_plan(part_of(apart.allocation(8), RANKS)[0], tmp_path / "apart-part.yaml", "roles on ranks of their own")
+    write_plan(apart.allocation(RANKS), tmp_path / "apart-part.yaml", "roles on ranks of their own")
     train([tmp_path / f"{name}-part.yaml" for name in (*DRAWS, "apart")], tmp_path, divides=True, draws=True)
 
 
