@@ -26,6 +26,7 @@ from benchmarks.launch import launch, machine
 from benchmarks.measure import read_ranks
 from benchmarks.modules import ROOT
 from benchmarks.report import machine_line, table, write_results
+from benchmarks.schedules import expect_encoders
 from benchmarks.sleeping_roles import GRAPH, SECONDS, RolesJob, roles_data, train, write_scenes
 from flowtrain_lightning.allocator import Allocation, choose_placement, default_allocation
 from flowtrain_lightning.packing import CostModel
@@ -80,6 +81,8 @@ def measured(job: RolesJob) -> dict[str, dict[str, Any]]:
     for name, allocation in _compared(chosen, costs).items():
         first = name.startswith("batch-synchronous")
         one = replace(job, allocation=allocation, encoder_first=first, folder=job.folder / str(len(runs)))
+        one.folder.mkdir()
+        expect_encoders(one.folder, job.ranks)
         launch(train, one, job.ranks, one.folder, _DEADLINE)
         ends = read_ranks(one.folder)[0]["ends"]
         seconds = (ends[-1] - ends[job.warmup - 1]) / job.steps

@@ -196,9 +196,7 @@ def roles_data(job: RolesJob) -> FlowDataModule:
 
 def train(job: RolesJob) -> None:
     """Train, as one of the job's ranks."""
-    done = job.folder / "encoded" if job.encoder_first else None
-    if done is not None and not done.exists():
-        done.write_bytes(bytes(np.zeros(job.ranks, np.int64)))
+    done = job.folder / "encoded" if job.encoder_first else None  # `expect_encoders` has made it
     module = SleepingRoles(job.stretch, done)
     kept: Any = {"encoder_activations": _ALL_BATCHES, "pool": PoolSettings(bytes=1 << 26)} if job.encoder_first else {}
     strategy: Any = "ddp" if job.allocation is None else FlowTrainStrategy(allocation=job.allocation, **kept)

@@ -238,7 +238,7 @@ class Losses(L.Callback):
         self.found.append(float(outputs["loss"]))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_needs_no_allocation(folder: Path, tmp_path: Path) -> None:
     arguments = {"data": str(folder)}
     jobs = [
