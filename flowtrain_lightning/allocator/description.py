@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
+from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
-from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER
+from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, GENERATOR
 
 
 @dataclass(frozen=True)
 class Half:
-    """An encoder or a backbone: its parts in the order in which data flow through them.
+    """An encoder, a backbone or a generator: its parts in the order in which data flow through them.
 
     Attributes:
         parts: what it is made of. The last one gives its result: features, or the logits of a backbone.
@@ -87,13 +87,12 @@ class Half:
             keep_projector: let the parts after the last layer train.
         """
         last = max((number for number, part in enumerate(self.parts) if isinstance(part, Layers)), default=-1)
-        return replace(
-            self,
-            parts=tuple(
-                part if keep_projector and number > last else replace(part, trainable=False)
-                for number, part in enumerate(self.parts)
-            ),
-        )
+
+        def kept(number: int, part: Part) -> bool:
+            return (keep_projector and number > last) or (isinstance(part, Embedding) and part.apart)
+
+        numbered = enumerate(self.parts)
+        return replace(self, parts=tuple(p if kept(n, p) else replace(p, trainable=False) for n, p in numbered))
 
 
 @dataclass(frozen=True)
@@ -104,29 +103,41 @@ class ModuleDescription:
         name: what it is called.
         encoders: modality -> its encoder; empty of a language model.
         backbone: the half that reads tokens and features.
+        generators: modality -> what generates such media from rows of the backbone; one, or none.
     """
 
     name: str
     encoders: Mapping[str, Half]
     backbone: Half
+    generators: Mapping[str, Half] = field(default_factory=dict)
     _roles: dict[str, Half] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         roles = {self.role_of(modality): half for modality, half in self.encoders.items()}
-        object.__setattr__(self, "_roles", {**roles, BACKBONE: self.backbone})
+        behind = {self.role_of(modality): half for modality, half in self.generators.items()}
+        object.__setattr__(self, "_roles", {**roles, BACKBONE: self.backbone, **behind})
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The modalities of media that are encoded, and of those that are generated."""
+        return (*self.encoders, *self.generators)
 
     def role_of(self, modality: str) -> str:
-        """The role that encodes a modality: ``encoder`` where there is one, else ``encoder_<modality>``."""
+        """The role that takes a modality: ``encoder`` where there is one, else ``encoder_<modality>``."""
+        if modality in self.generators:
+            return GENERATOR
         return ENCODER if len(self.encoders) == 1 else f"{ENCODER}_{modality}"
 
     @property
     def roles(self) -> Mapping[str, Half]:
-        """Role -> its half, encoders first."""
+        """Role -> its half, encoders first, a generator last."""
         return self._roles
 
     def receives_gradient(self, role: str) -> bool:
-        """Whether gradients must flow out of a role's half into what is before it: encoders that train."""
-        return role == BACKBONE and any(half.trains for half in self.encoders.values())
+        """Whether gradients must flow out of a role's half, since something before it trains."""
+        names = list(self.roles)
+        before = names[: names.index(role)] if role not in map(self.role_of, self.encoders) else ()
+        return any(self.roles[each].trains for each in before)
 
     def with_projectors_apart(self, tokens: Mapping[str, float]) -> ModuleDescription:
         """This module with every projector that trains behind a frozen tower in the backbone, as it is trained.

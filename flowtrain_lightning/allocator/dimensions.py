@@ -1,4 +1,4 @@
-"""Halves built from their dimensions: a vision encoder, an audio encoder, a language backbone."""
+"""Halves built from their dimensions: a vision encoder, an audio encoder, a language backbone, a generator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers, MixtureOfExperts, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
+from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
 
-_NO_NUMBERS = ("experts", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")
+_NO_NUMBERS = ("crosses", "experts", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")
 """Dimensions that are no whole numbers."""
 
 
@@ -121,6 +122,7 @@ def backbone(
     full_layers: int | None = None,
     experts: Mapping[str, int] | None = None,
     gathered_logits: bool = True,
+    queries: int = 0,
 ) -> Half:
     """A decoder with its embedding and head. Its tokens are those of the samples.
 
@@ -138,15 +140,53 @@ def backbone(
         full_layers: layers that see all tokens nevertheless.
         experts: fields of `MixtureOfExperts`, for layers with a mixture of experts.
         gathered_logits: see `Dense`.
+        queries: learned vectors in the places of a picture that is to be generated; they train in a frozen decoder too.
     """
     whole = 0 if window is None else (full_layers or 0)
     shape = (hidden, feed_forward, heads, key_value_heads or heads, head_size or hidden // heads, gated, True)
     mixture = None if experts is None else MixtureOfExperts(**experts)
     parts: list[Part] = [Embedding(vocabulary, hidden)]
+    parts += [Embedding(queries, hidden, apart=True)] if queries else []
     parts += [Layers(layers - whole, *shape, window=window, experts=mixture)]
     parts += [Layers(whole, *shape, experts=mixture)] if whole else []
     parts += [Dense(hidden, vocabulary, tied=tied, gathered=gathered_logits)]
     return Half(tuple(parts))
+
+
+def generator(
+    *,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    heads: int,
+    numbers: int,
+    condition: int,
+    rows: int,
+    gated: bool = False,
+    crosses: bool = False,
+) -> Half:
+    """A diffusion transformer behind a backbone. Its tokens are patches of a picture, or of its latents.
+
+    Args:
+        layers: transformer layers.
+        hidden: width.
+        feed_forward: inner width of the feed-forward network.
+        heads: attention heads.
+        numbers: of a patch, that go in and come out.
+        condition: width of the rows that it reads, which is the backbone's.
+        rows: that it reads for each picture.
+        gated: the feed-forward network has three matrices.
+        crosses: rows are attended to in four more matrices of each layer, which are counted as if they were of its
+            feed-forward network; else they are tokens of the sequence.
+    """
+    inner = feed_forward + (4 * hidden // (3 if gated else 2)) * crosses
+    parts = (
+        Dense(condition, hidden),
+        Dense(numbers, hidden),
+        Layers(layers, hidden, inner, heads, heads, hidden // heads, gated),
+        Dense(hidden, numbers),
+    )
+    return Half(parts, extra_tokens=0 if crosses else rows)
 
 
 def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
@@ -155,7 +195,8 @@ def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
     Args:
         specification: ``name``, ``backbone`` (arguments of `backbone`) and ``encoders``: modality -> arguments of
             `vision_encoder`, or of `audio_encoder` for the modality ``audio``. ``output`` may be left out, and of a
-            language model ``encoders``.
+            language model ``encoders``. Where something generates, ``generator`` (arguments of `generator`, of which
+            ``condition`` may be left out).
 
     Raises:
         PlanningError: a dimension is missing, unknown or no whole number above 0.
@@ -171,7 +212,10 @@ def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
     for modality, dimensions in named.items():
         build = audio_encoder if modality == "audio" else vision_encoder
         encoders[modality] = _build(build, {"output": given["hidden"], **(dimensions or {})}, f"{modality} encoder")
-    return ModuleDescription(str(specification.get("name", "module")), encoders, reader)
+    behind = {}
+    if (dimensions := specification.get("generator")) is not None:
+        behind[GENERATED] = _build(generator, {"condition": given["hidden"], **dimensions}, GENERATOR)
+    return ModuleDescription(str(specification.get("name", "module")), encoders, reader, behind)
 
 
 def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str) -> Half:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
-from flowtrain_lightning.allocator.dimensions import audio_encoder, backbone, vision_encoder
+from flowtrain_lightning.allocator.dimensions import audio_encoder, backbone, generator, vision_encoder
 from flowtrain_lightning.allocator.role_layout import PlanningError
+from flowtrain_lightning.packing.role_graph import GENERATED
 
 Config = Mapping[str, Any]
 
@@ -84,7 +85,26 @@ def describe_config(config: Config, name: str | None = None) -> ModuleDescriptio
         )
     reader = _backbone(config)
     encoders = _FAMILIES[kind](config) if kind in _FAMILIES else {}
-    return ModuleDescription(name or kind, encoders, reader)
+    return ModuleDescription(name or kind, encoders, reader, _generators(config))
+
+
+def _generators(config: Config) -> dict[str, Half]:
+    """What generates, in the words of a diffusion transformer's config in diffusers; nothing without one."""
+    if (drawer := config.get("generator_config")) is None:
+        return {}
+    heads, size = _field(drawer, "num_attention_heads"), _field(drawer, "attention_head_dim")
+    half = generator(
+        layers=_field(drawer, "num_layers"),
+        hidden=heads * size,
+        feed_forward=round(heads * size * _field(drawer, "mlp_ratio")),
+        heads=heads,
+        numbers=_field(drawer, "in_channels") * _field(drawer, "patch_size") ** 2,
+        condition=_field(_text(config), "hidden_size"),
+        rows=_field(config, "num_queries"),
+        gated=True,
+        crosses="num_cross_attention_heads" in drawer,
+    )
+    return {GENERATED: half}
 
 
 def _reads_text_alone(config: Config) -> bool:
@@ -149,6 +169,7 @@ def _backbone(config: Config) -> Half:
         tied=bool(tied),
         gated=text.get("model_type") not in _PLAIN_PERCEPTRONS,
         experts=experts,
+        queries=config.get("num_queries", 0),
         **windows,
     )
 

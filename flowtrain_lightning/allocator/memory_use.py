@@ -12,7 +12,7 @@ from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
-from flowtrain_lightning.packing.role_graph import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
 
 LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits
@@ -318,8 +318,8 @@ def _logit_bytes(problem: RoleProblem, family: Family) -> float:
 
 
 def _feature_bytes(problem: RoleProblem, family: Family) -> float:
-    """Bytes in the pool per encoder token: a feature, and its gradient where the encoder trains."""
-    if problem.role == BACKBONE:
+    """Bytes in the pool per encoder token: a feature, and its gradient where the encoder trains; others hold few."""
+    if problem.role in (BACKBONE, GENERATOR):
         return 0.0
     width, per_token = problem.half.result
     return width * per_token * problem.precision.computing * (1 + problem.half.trains) / family.tensor

@@ -13,7 +13,7 @@ from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
 from flowtrain_lightning.allocator.role_layout import Layout, PlanningError
 from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
-from flowtrain_lightning.packing.role_graph import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
 
 Problems = Mapping[str, RoleProblem]
 """Role -> what is known of it."""
@@ -41,7 +41,7 @@ class ModelledPlan(Prediction):
     """A layout for every role, and what a step of it takes by the models of time and memory.
 
     Attributes:
-        chosen: role -> its layout, encoders first.
+        chosen: role -> its layout, encoders first, a generator last.
         devices: devices in use.
         waiting: of ``seconds``, those until the first features are there and after the last gradients.
         mfu: FLOPs that a step must spend over what the whole cluster could meanwhile.
@@ -152,16 +152,21 @@ def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict
 
     With encoders that train, the backbone begins when the first encoder batch is there, and after its last microbatch
     an encoder still has one backward to do; an encoder waits for the gradients of the backbone's last microbatch.
-    Frozen encoders work ahead into later steps, so that nobody waits.
+    Frozen encoders work ahead into later steps, so that nobody waits. A generator waits for the first microbatch, and
+    the backbone, with what is before it, for the generator's last batch.
 
     This is a closed form of the simulation in `flowtrain_lightning.packing` for a step of equal batches, of which an
     encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
     encoder that waits may have backwards left to do.
     """
-    in_step = {role: one for role, one in chosen.items() if role != BACKBONE and problems[role].half.trains}
+    encoders = {role: one for role, one in chosen.items() if role not in (BACKBONE, GENERATOR)}
+    in_step = {role: one for role, one in encoders.items() if problems[role].half.trains}
+    behind = chosen[GENERATOR].batch_seconds if GENERATOR in chosen else 0.0
     last = chosen[BACKBONE].batch_seconds
     first = max((one.batch_seconds for one in in_step.values()), default=0.0)
-    return {role: first if role == BACKBONE else last * (role in in_step) for role in chosen}
+    waits = {role: (last + behind) * (role in in_step) for role in encoders}
+    found = {**waits, BACKBONE: first + behind, GENERATOR: first + last}
+    return {role: found[role] for role in chosen}
 
 
 def plan_from(

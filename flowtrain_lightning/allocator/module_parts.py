@@ -13,11 +13,13 @@ class Embedding:
         entries: how many vectors.
         width: numbers in a vector.
         trainable: whether it trains.
+        apart: it trains also where its half is frozen, as learned queries do.
     """
 
     entries: int
     width: int
     trainable: bool = True
+    apart: bool = False
 
     @property
     def divided_width(self) -> int:

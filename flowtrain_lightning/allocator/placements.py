@@ -24,7 +24,7 @@ from flowtrain_lightning.allocator.modelled_plan import (
 )
 from flowtrain_lightning.allocator.planner import PlanKind
 from flowtrain_lightning.allocator.solver import match_throughputs
-from flowtrain_lightning.packing.role_graph import BACKBONE
+from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
 
 Tables = Mapping[str, CandidateTable]
 """Role -> its candidates."""
@@ -116,6 +116,8 @@ def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
     Were all N devices free for the encoders, they would take s seconds. B of them are busy with the backbone for t
     seconds, so that with work dealt to fit all are done after s + t · B / N.
     """
+    if GENERATOR in problems:
+        return None  # what is behind the backbone runs in the other placements
     cluster, backbone = problems[BACKBONE].cluster, tables[BACKBONE]
     encoders = {role: table for role, table in tables.items() if role != BACKBONE}
     everywhere = [table.fastest_by_memory(_in_several_groups(table, cluster.devices)) for table in encoders.values()]

@@ -90,6 +90,17 @@ _GEMMA_WINDOW = {"sliding_window": 1024, "sliding_window_pattern": 6}
 _LLAVA = {"vision_feature_layer": -2}
 _A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
 
+_SANA = {
+    "num_layers": 20,
+    "num_attention_heads": 70,
+    "attention_head_dim": 32,
+    "num_cross_attention_heads": 20,
+    "mlp_ratio": 2.5,
+    "in_channels": 32,
+    "patch_size": 1,
+}
+"""Sana's transformer of 1.6 billion parameters (arXiv 2410.10629), which draws latents."""
+
 # fmt: off
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     # backbone: layers, hidden, feed-forward, heads, key-value heads, vocabulary
@@ -201,6 +212,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "num_mel_bins": 128, "max_source_positions": 1500,
         },
     },
+    # in the manner of MetaQueries (arXiv 2504.06256): learned queries in a Qwen2.5-VL, from which Sana draws
+    "metaquery-3b": _config(
+        "qwen2_5_vl", _text("qwen2", 36, 2048, 11008, 16, 2, 151936),
+        _qwen2_5_vl(2048, 3420), tie_word_embeddings=True, generator_config=_SANA, num_queries=64,
+    ),
+    "metaquery-7b": _config(
+        "qwen2_5_vl", _text("qwen2", 28, 3584, 18944, 28, 4, 152064),
+        _qwen2_5_vl(3584, 3420), generator_config=_SANA, num_queries=64,
+    ),
     "qwen2.5-omni-3b": _omni(_text("qwen2_5_omni_text", 36, 2048, 11008, 16, 2, 151936), _qwen2_5_vl(2048, 3420)),
     "qwen2.5-omni-7b": _omni(_text("qwen2_5_omni_text", 28, 3584, 18944, 28, 4, 152064), _qwen2_5_vl(3584, 3420)),
 }

@@ -36,7 +36,8 @@ def default_allocation(
         placement: ``"colocated"`` gives all roles to every rank, ``"separate"`` one to each, and with ``"mixed"`` the
             ranks of the trunk encode too; None follows the rule.
         encoder_ranks: how many ranks only encode, which roles that encode share as evenly as they can; or role ->
-            how many encode for it alone. None follows the rule. A role behind the trunk has a quarter of the ranks.
+            how many encode for it alone, or generate. None follows the rule. A role behind the trunk of which nothing
+            is said has a quarter of the ranks.
         devices_per_node: ranks of each node; None means that all are on one node.
         ranks_per_device: ranks that share a device. Encoder ranks are spread over as many devices as there are.
         graph: the roles.
@@ -53,7 +54,8 @@ def default_allocation(
     share = BACKBONE_SHARE if ranks_per_device == 1 else ranks_per_device
     only = max(len(producers), devices // share) if encoder_ranks is None else encoder_ranks
     counts = {role: only[role] for role in producers} if isinstance(only, Mapping) else _evenly(only, producers)
-    counts |= dict.fromkeys(graph.behind, max(1, devices // share))
+    said = only if isinstance(only, Mapping) else {}
+    counts |= {role: said.get(role, max(1, devices // share)) for role in graph.behind}
     encoding = sum(counts.values())
     if encoding >= devices:
         raise AllocationError(
@@ -149,10 +151,10 @@ def _refuse_bad_counts(counts: Mapping[str, int], placement: Placement | None, g
             f'encoder_ranks={dict(counts)} gives each role ranks of its own, but with placement="mixed" ranks that '
             "only encode do so for all roles; give their number."
         )
-    if set(counts) != set(graph.producers) or min(counts.values()) < 1:
+    if set(counts) - {*graph.behind} != set(graph.producers) or min(counts.values()) < 1:
         raise AllocationError(
             f"encoder_ranks is {dict(counts)}; give each role that encodes ({', '.join(graph.producers)}) at least 1 "
-            "rank, and no other one."
+            f"rank, and no other one{f', but {graph.behind[0]}' if graph.behind else ''}."
         )
 
 

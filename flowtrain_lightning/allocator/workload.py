@@ -14,6 +14,7 @@ from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
+from flowtrain_lightning.packing.policies.trunk_order import MOST_OPEN
 from flowtrain_lightning.packing.role_graph import BACKBONE
 from flowtrain_lightning.packing.sample_stream import StreamSettings
 from flowtrain_lightning.packing.shared_media import encoded_parts
@@ -29,7 +30,8 @@ class Workload:
 
     Attributes:
         tokens: ``[samples]`` backbone tokens of each drawn sample, media tokens included.
-        media: modality -> ``[items]`` encoder tokens (patches, frames) of each media item in the drawn samples.
+        media: modality -> ``[items]`` encoder tokens (patches, frames) of each media item in the drawn samples; of what
+            is generated, the generator's.
         content: modality -> ``[items]`` equal numbers for equal media items, of which a step encodes one; -1 where that
             is not known. Without the modalities of which nothing is known.
         together: samples that share a media item come in one step.
@@ -129,7 +131,7 @@ def typical_workload(module: ModuleDescription, **settings: Any) -> Workload:
     spread = np.exp(np.array(quantiles))
     media = {
         modality: np.rint(1024 * spread[np.arange(count) * step % count]).astype(np.int64)
-        for modality, step in zip(module.encoders, (197, 311, 89), strict=False)
+        for modality, step in zip(module.modalities, (197, 311, 89), strict=False)
     }
     longest = max(1, settings.get("token_budget") or Workload.token_budget)
     return Workload(np.minimum(np.rint(1200 * spread).astype(np.int64), longest), media, **settings)
@@ -143,26 +145,30 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
     """
     size = workload.global_batch_size
     loads = {}
-    for modality, half in module.encoders.items():
+    for modality in module.modalities:
+        half = module.roles[role := module.role_of(modality)]
         if modality not in workload.media:
             known = ", ".join(workload.media) or "none"
             raise PlanningError(
-                f"The module encodes {modality} media, but the data give no lengths of such; they give: {known}."
+                f"The module's {role} takes {modality} media, but the data give no lengths of such; they give: {known}."
             )
         lengths = workload.media[modality]
         if not len(lengths) or lengths.min() < 1:
-            raise PlanningError(f"The data must have {modality} media of at least one token, or nothing is encoded.")
+            raise PlanningError(
+                f"The data must have {modality} media of at least one token, or its {role} has nothing to do."
+            )
         items = size * len(lengths) / len(workload.tokens)
         if modality in workload.content:
             tokens = items * float((workload.encoded_parts(modality) * lengths).mean())
             lengths = lengths[_first_of_each(workload.content[modality])]
             items = tokens / float(lengths.mean())
-        in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains else 1
+        in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains and modality in module.encoders else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
-        loads[module.role_of(modality)] = RoleLoad(lengths, items, budget, in_flight)
+        loads[role] = RoleLoad(lengths, items, budget, in_flight)
     budget, filled = workload.token_budget, workload.microbatches
-    loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, 1, workload.loss_chunk, filled)
-    return loads
+    open_at_once = MOST_OPEN if module.generators else 1
+    loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, open_at_once, workload.loss_chunk, filled)
+    return {role: loads[role] for role in module.roles}
 
 
 def _first_of_each(content: IntArray) -> BoolArray:

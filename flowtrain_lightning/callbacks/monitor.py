@@ -43,8 +43,8 @@ class FlowMonitor(L.Callback):
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
         peak_flops: FLOP/s of one device on paper, by which ``mfu/`` is measured; None takes those of the known GPUs,
-            and leaves it out on others, with a generator, and for several encoders under plain Lightning. To count what
-            a model computes takes rank 0 some seconds before the first step.
+            and leaves it out on others, and for several encoders or a generator under plain Lightning. To count what a
+            model computes takes rank 0 some seconds before the first step.
 
     Raises:
         ValueError: fewer than 1 step, or a peak that is not above 0.
@@ -166,8 +166,8 @@ def _utilization(
         return {}
     allocation = getattr(trainer.strategy, "allocation", None)
     graph, everyone = module.role_graph, tuple(range(trainer.world_size))
-    if graph.behind or (allocation is None and set(graph.roles) != set(ROLES)):
-        return {}  # what generates is not counted, and plans of plain Lightning do not tell encoders apart
+    if allocation is None and set(graph.roles) != set(ROLES):
+        return {}  # plans of plain Lightning do not tell encoders apart
     ranks = dict.fromkeys(graph.roles, everyone) if allocation is None else allocation.ranks
     if whole is not None:
         trained = {name: weight.requires_grad for name, weight in module.named_parameters()}  # callbacks may freeze

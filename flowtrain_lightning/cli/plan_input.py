@@ -99,7 +99,8 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     """Lengths from a Parquet file, or typical ones where there is none.
 
     The file has an entry per sample: ``tokens``, and for every modality a list of its media items' encoder tokens
-    (patches, frames): ``image_tokens``, ``audio_tokens`` …; ``media_tokens`` where the module has one encoder. Equal
+    (patches, frames): ``image_tokens``, ``audio_tokens`` …, and ``generated_tokens`` where it generates;
+    ``media_tokens`` where it takes media of one modality. Equal
     numbers in ``image_content`` … tell media items that are the same, of which a step encodes one. Without a
     ``token_budget`` a microbatch takes as many tokens as usual, or as the longest sample has.
 
@@ -113,8 +114,8 @@ def read_workload(path: Path | None, module: ModuleDescription, settings: Mappin
     if any_length:
         settings = {**settings, "token_budget": max(usual, int(tokens.max(initial=0)))}
     media, content = {}, {}
-    for modality in module.encoders:
-        others = ("media_tokens",) if len(module.encoders) == 1 else ()
+    for modality in module.modalities:
+        others = ("media_tokens",) if len(module.modalities) == 1 else ()
         column = media_column(table, modality, path, *others)
         media[modality] = media_lengths(table[column], path, column)
         found = media_content(table, column.removesuffix("_tokens"), media_start(table[column]), path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain_lightning.allocator import BACKBONE, Layout, ModelledCosts
+from flowtrain_lightning.allocator import BACKBONE, Layout, ModelledCosts, RoleProblem
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.cli.plan_choice import can_run, running_plans
 from flowtrain_lightning.cli.plan_words import candidate_in_words
+from flowtrain_lightning.packing.role_graph import GENERATOR
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 _LEAST_GAIN = 1.02
@@ -71,12 +72,12 @@ def kept_plan(recommended: ModelledPlan, costs: ModelledCosts, simulator: PlanSi
         simulator: of their steps; None where it plays no such module.
     """
     problems = costs.problems
-    encoders = {role: problem for role, problem in problems.items() if role != BACKBONE}
+    encoders = _encoders(problems)
     if simulator is None or not encoders or any(problem.half.trains for problem in encoders.values()):
         return None
 
     def allows(role: str, layout: Layout) -> bool:
-        return can_run(role, layout, problems) and (role == BACKBONE or not layout.shares_weights)
+        return can_run(role, layout, problems) and (role not in encoders or not layout.shares_weights)
 
     together = [plan for plan in running_plans(costs, allows) if plan.kind in ("uniform", "colocated")]
     best = min(together, key=lambda plan: plan.chosen[BACKBONE].seconds, default=None)
@@ -92,11 +93,14 @@ def kept_plan(recommended: ModelledPlan, costs: ModelledCosts, simulator: PlanSi
 def _feature_bytes(problems: Problems) -> float:
     """Bytes of the features that the encoders make in a step."""
     found = 0.0
-    for role, problem in problems.items():
-        if role != BACKBONE:
-            width, per_token = problem.half.result
-            found += problem.load.tokens * per_token * width * problem.precision.computing
+    for problem in _encoders(problems).values():
+        width, per_token = problem.half.result
+        found += problem.load.tokens * per_token * width * problem.precision.computing
     return found
+
+
+def _encoders(problems: Problems) -> dict[str, RoleProblem]:
+    return {role: problem for role, problem in problems.items() if role not in (BACKBONE, GENERATOR)}
 
 
 def _size(nbytes: float) -> str:

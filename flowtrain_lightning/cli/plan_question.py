@@ -76,7 +76,7 @@ class PlanQuestion:
     @cached_property
     def simulator(self) -> PlanSimulator | None:
         """Plays plans as `flowtrain simulate` does; None of a module without an encoder."""
-        modalities = tuple(self.module.encoders)
+        modalities = self.module.modalities
         if not modalities:
             return None
         profile = self.profile

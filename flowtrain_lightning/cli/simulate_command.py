@@ -15,7 +15,6 @@ from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
     Allocation,
-    AllocationError,
     Cluster,
     PlanningError,
     Workload,
@@ -54,14 +53,8 @@ def run() -> None:
             raise PlanningError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     allocation = read_plan(options.plan)
     refuse_what_cannot_run(allocation, str(options.plan))
-    if allocation.graph.behind or not allocation.producers:
-        raise AllocationError(
-            f"{options.plan} has the roles {', '.join(allocation.layouts)}, but encoders and the role that reads what "
-            "they make are what is simulated today."
-        )
     profile = None if options.profile is None else read_profile(options.profile)
-    modalities = tuple(filter(None, map(allocation.graph.modality_of, allocation.producers)))
-    sizes = read_sizes(options.data, modalities)
+    sizes = read_sizes(options.data, _modalities(allocation))
     if not len(sizes):
         raise PlanningError(f"{options.data} has no samples to make steps of.")
     workload = in_steps(_workload(sizes, _token_budget(options.token_budget, profile)), options, is_assumed=False)
@@ -95,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _modalities(allocation: Allocation) -> tuple[str, ...]:
+    """Modalities of media by name, where media of several are taken; images stand for whatever a lone encoder takes."""
+    graph = allocation.graph
+    named = tuple(graph.modality_of(role) or IMAGE for role in (*graph.producers, *graph.behind))
+    return named if len(named) > 1 else ()
+
+
 def _token_budget(given: int | None, profile: Profile | None) -> int:
     if given is not None:
         return given
@@ -124,6 +124,7 @@ def _costs(
     if len(module.encoders) == 1:  # takes whatever there is
         media, content = (
             {name: of[IMAGE] for name in module.encoders if IMAGE in of and len(workload.media[IMAGE])}
+            | {name: of[name] for name in module.generators if name in of}
             for of in (workload.media, workload.content)
         )
         workload = replace(workload, media=media, content=content)

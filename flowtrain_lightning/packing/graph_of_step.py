@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
@@ -10,6 +10,7 @@ from flowtrain_lightning.packing.policies.member_orders import joint_order
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
 from flowtrain_lightning.packing.policies.trunk_order import in_order
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
+from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
 
 
@@ -38,8 +39,9 @@ def graph_of_step(work: StepWork, rules: StepRules) -> TimedGraph:
     Raises:
         BlockedError: a role may keep no batch.
     """
+    read = {role: _read_positions(members) for role, members in work.items() if rules.reads(role)}
     lanes = {
-        (role, member): _Lane.of(batches, rules, role)
+        (role, member): _Lane.of(batches, rules, role, read.get(role, ()))
         for role, members in work.items()
         for member, batches in enumerate(members)
     }
@@ -91,9 +93,11 @@ class _Lane(NamedTuple):
     numbers: tuple[dict[int, int], dict[int, int]]
 
     @classmethod
-    def of(cls, batches: Sequence[TimedBatch], rules: StepRules, role: str) -> _Lane:
+    def of(cls, batches: Sequence[TimedBatch], rules: StepRules, role: str, read: Collection[int]) -> _Lane:
         has_backward = {number for number, batch in enumerate(batches) if batch.backward > 0}
-        if rules.produces(role):
+        if rules.produces(role) and rules.reads(role):
+            order: Iterable[Pass] = in_order(len(batches), read, rules.in_flight.get(role, len(batches)))
+        elif rules.produces(role):
             keeps_nothing = {n for n, batch in enumerate(batches) if batch.recomputed or n not in has_backward}
             order = forwards_first(range(len(batches)), rules.in_flight.get(role, len(batches)), keeps_nothing)
         else:  # what nobody reads waits for nobody else: its backward comes at once; but that of a stage
@@ -134,15 +138,22 @@ def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) 
     if not rules.in_fixed_order or len(members) < 2:
         yield from (lanes[member].works(lanes[member].order) for member in members)
         return
-    producers = {member: lanes[member] for member in members if rules.produces(member[0])}
+    producers = {member: lanes[member] for member in members if not rules.reads(member[0])}
     trained = {role: lane for (role, _), lane in producers.items() if any(b.backward > 0 for b in lane.batches)}
     frozen = [work for (role, _), lane in producers.items() if role not in trained for work in lane.works(lane.order)]
-    consumers = [lanes[member] for member in members if not rules.produces(member[0])]
-    of_consumer: list[list[int]] = [[] for lane in consumers for _ in lane.batches]
-    for lane in consumers:  # one at most: what nobody reads has ranks of its own
-        for (_, position), number in zip(lane.order, lane.works(lane.order), strict=True):
-            of_consumer[position].append(number)
-    yield [*frozen, *taking_turns(_in_turns(trained, rules), of_consumer)]
+    reading = {role: lanes[role, member] for role, member in members if rules.reads(role)}
+    yield [*frozen, *taking_turns(_in_turns(trained, rules), _at_positions(reading, rules))]
+
+
+def _at_positions(reading: dict[str, _Lane], rules: StepRules) -> list[list[int]]:
+    """The works of a rank's roles that read, by position: what is read of one is answered before its backward."""
+    at: list[list[int]] = [[] for _ in range(max((len(lane.batches) for lane in reading.values()), default=0))]
+    for passes in ("forward", "both", "backward"):
+        for role, lane in reading.items():
+            for (kind, number), work in zip(lane.order, lane.works(lane.order), strict=True):
+                if passes == (kind if rules.produces(role) else "both"):
+                    at[number if (own := lane.batches[number].position) is None else own].append(work)
+    return at
 
 
 def _in_turns(producers: dict[str, _Lane], rules: StepRules) -> list[tuple[Due, int]]:
@@ -161,6 +172,8 @@ def _in_turns(producers: dict[str, _Lane], rules: StepRules) -> list[tuple[Due, 
 def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> None:
     """Lets no role that reads begin before the last forward of all that it reads."""
     for producer, consumer, _ in rules.edges:
+        if rules.reads(producer):
+            continue  # it goes on once those that read it have answered
         last = [max(lane.numbers[0].values()) for (role, _), lane in lanes.items() if role == producer and lane.batches]
         for (role, _), lane in lanes.items():
             if role == consumer and lane.batches:
@@ -168,15 +181,23 @@ def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> No
 
 
 def _meetings(lanes: _Lanes, work: StepWork, rules: StepRules) -> Iterator[list[int]]:
-    """What members begin together, of roles that nobody reads: all of these have batches of one number.
+    """What members begin together, of roles that read: batches of one position.
 
-    It is forwards, which their backwards follow at once; in stages backwards too.
+    It is forwards, which their backwards follow in the same order; in stages backwards too.
     """
     for role, (_, size, _) in rules.meets.items():
-        of_role = () if rules.produces(role) else work.get(role, ())
-        for kind in range(2 if rules.in_flight.get(role, 1) > 1 else 1):
-            members = [lanes[role, member].numbers[kind] for member in range(len(of_role))]
-            for first in range(0, len(members), size) if size > 1 else ():
-                group = members[first : first + size]
-                for number in range(max(map(len, group))):
-                    yield [passes[number] for passes in group if number in passes]
+        of_role = work.get(role, ()) if rules.reads(role) or not rules.produces(role) else ()
+        in_stages = not rules.produces(role) and rules.in_flight.get(role, 1) > 1
+        for first in range(0, len(of_role), size) if size > 1 else ():
+            for kind in range(2 if in_stages else 1):
+                at: dict[Turn, list[int]] = {}
+                for member in range(first, min(first + size, len(of_role))):
+                    for number, work_of_batch in lanes[role, member].numbers[kind].items():
+                        batch = of_role[member][number]
+                        at.setdefault((number, 0) if batch.position is None else batch.turn, []).append(work_of_batch)
+                yield from at.values()
+
+
+def _read_positions(members: Sequence[Sequence[TimedBatch]]) -> set[int]:
+    """The numbers of which some member's batch is read."""
+    return {number for batches in members for number, batch in enumerate(batches) if batch.readers}

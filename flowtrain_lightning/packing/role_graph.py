@@ -122,6 +122,15 @@ class RoleGraph:
         behind = (edge.modality for edge in self.edges if edge.producer == self.trunk)
         return frozenset(modality for modality in behind if modality is not None)
 
+    def taker_of(self, modality: str) -> str:
+        """The role that encodes media of a modality, or generates them.
+
+        Raises:
+            RoleError: none does.
+        """
+        generating = (role for role in self.behind if self.modality_of(role) == modality)
+        return next(generating, None) or self.producer_of(modality)
+
     def maker_of(self, modality: str) -> str:
         """The role that makes the rows of a modality: it encodes such media, or hands on what they are generated from.
 

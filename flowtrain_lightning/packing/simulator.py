@@ -3,7 +3,8 @@
 A *lane* is what a rank does for one role. The rules, which :func:`graph_of_step` and :func:`play` follow:
 
 1. A member of a role that reads computes its batches in order, forward and backward of each at once, when all that it
-   reads is there. Members that synchronise begin a forward together.
+   reads is there. Where others read from it, some of its batches are open until these have given gradients, as many as
+   `in_order` lets. Members that synchronise begin a forward together.
 2. A member of a role that is read computes the forwards of its batches in order, and their backwards in that order. A
    backward can begin once all batches that read it are done. A forward goes before a backward. Ranks that share the
    work of a member begin it together, once all of them are free.
@@ -11,7 +12,7 @@ A *lane* is what a rank does for one role. The rules, which :func:`graph_of_step
    more waits. Nothing is kept of a *recomputed* batch: its forward runs again before its backward.
 4. A rank of several roles does one thing at a time, what reads first; where ranks need each other to compute, in the
    fixed order of `taking_turns`.
-5. Ranks of a role that is not read begin a step when all of them have ended the one before; the others when all ranks
+5. Ranks of a role that reads begin a step when all of them have ended the one before; the others when all ranks
    have. Ranks that only produce, and do not train, work ahead into later steps.
 
 Whoever needs the time of a step asks here: :func:`simulate_steps` for consecutive steps, :func:`simulate_step` for one
@@ -57,7 +58,7 @@ class SimulatedSteps:
     """Consecutive steps.
 
     Attributes:
-        step_ends: when the ranks of roles that are not read ended each step, since the first step's begin.
+        step_ends: when the ranks of roles that read ended each step, since the first step's begin.
         spans: everything that was computed.
     """
 
@@ -84,7 +85,7 @@ def simulate_steps(steps: Sequence[StepWork], rules: StepRules) -> SimulatedStep
     Raises:
         BlockedError: no rank can go on, for instance since ``in_flight`` is too small for this order.
     """
-    last, producers = rules.ranks_of(produces=False), rules.ranks_of(produces=True)
+    last, producers = rules.ranks_of(only_produces=False), rules.ranks_of(only_produces=True)
     free = dict.fromkeys(last | producers, 0.0)
     step_ends: list[float] = []
     spans: list[SimulatedSpan] = []
@@ -115,7 +116,7 @@ def simulate_step(work: StepWork, rules: StepRules) -> SimulatedStep:
     Raises:
         BlockedError: no rank can go on.
     """
-    free = dict.fromkeys(rules.ranks_of(produces=False) | rules.ranks_of(produces=True), 0.0)
+    free = dict.fromkeys(rules.ranks_of(only_produces=False) | rules.ranks_of(only_produces=True), 0.0)
     busy = dict(free)
     for role, members in work.items():
         for ranks, batches in zip(rules.ranks[role], members, strict=True):

@@ -45,6 +45,7 @@ class TimedBatch:
         before: batches of its member, for the same position, that come before it.
         on_the_way: time until its rows are with its readers; their gradients take as long to come back.
         closes: it is the end of a step, behind all passes of its member.
+        position: of the batches whose rows it reads; None of what reads nothing, or one batch at each position.
     """
 
     forward: float
@@ -54,11 +55,13 @@ class TimedBatch:
     before: int = 0
     on_the_way: float = 0.0
     closes: bool = False
+    position: int | None = None
 
     @property
     def turn(self) -> Turn:
-        """When one that is read is due."""
-        return min(reader.number for reader in self.readers), self.before
+        """When one that is read, or that reads from a position, is due."""
+        first = min(reader.number for reader in self.readers) if self.position is None else self.position
+        return first, self.before
 
     @property
     def read_until(self) -> int:
@@ -85,7 +88,7 @@ def step_work(
     """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
 
     Where the trunk has stages, each is a role of its own: it reads what the one before makes of a microbatch, and all
-    of them read features.
+    of them read features. What is generated is listed as what is encoded is, with the positions from which it is read.
 
     Args:
         plan: who encodes and who reads what.
@@ -98,7 +101,11 @@ def step_work(
     parts = tuple(stages) or (trunk,)
     readers: dict[BatchOf, list[BatchOf]] = {}
     for entry in plan.entries:
-        read_by = (each._replace(role=part) for each in entry.readers for part in parts)
+        read_by = (
+            each._replace(role=part)
+            for each in entry.readers
+            for part in (parts if each.role == trunk else (each.role,))
+        )
         readers.setdefault(entry.maker, []).extend(read_by)
     tokens = plan.lengths(trunk)
     work: dict[str, list[list[TimedBatch]]] = {}
@@ -107,21 +114,24 @@ def step_work(
             [
                 TimedBatch(
                     *(seconds[part](tokens[samples]) if len(samples) else (0.0, 0.0)),
-                    readers=() if following is None else (BatchOf(following, member, number),),
+                    readers=tuple(readers.get(BatchOf(part, member, number), ()))
+                    if following is None
+                    else (BatchOf(following, member, number),),
                     on_the_way=on_the_way(tokens[samples]) if following is not None and len(samples) else 0.0,
                 )
                 for number, samples in enumerate(own)
             ]
             for member, own in enumerate(plan.microbatches)
         ]
-    for role in plan.graph.producers:
+    for role in (*plan.graph.producers, *plan.graph.behind):
         work[role] = [
             [
                 TimedBatch(
                     *seconds[role](plan.sizes.media_patches[media]),
-                    readers=tuple(readers[BatchOf(role, member, number)]),
+                    readers=tuple(readers.get(BatchOf(role, member, number), ())),
                     recomputed=role in again and number in again[role][member],
                     before=plan.turns[role][member][number][1],
+                    position=plan.turns[role][member][number][0] if role in plan.graph.behind else None,
                 )
                 for number, media in enumerate(batches)
                 if len(media)
@@ -145,7 +155,8 @@ class StepRules:
             first one before it turns to the next. Stages are roles here.
         edges: which role reads from which; from one stage to the next there is none, since all of them end a step.
         in_flight: role -> batches of a member whose activations may be kept at a time; where it is missing no limit
-            holds for a role that is read, and one for others. With more, what is not read is a stage in 1F1B order.
+            holds for a role that is read, and one for others. With more, what is not read is a stage in 1F1B order. Of
+            a role that reads and is read, those that may be open.
         meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
             of several roles have a fixed order, see `taking_turns`.
         producers_first: no role that reads begins before all that it reads is there.
@@ -184,7 +195,11 @@ class StepRules:
         """Whether another role reads from this one."""
         return any(edge.producer == role for edge in self.edges)
 
-    def ranks_of(self, produces: bool) -> frozenset[int]:
-        """All ranks of roles from which another one reads, or from which none does: whose end is the step's."""
-        roles = [role for role in self.ranks if self.produces(role) == produces]
+    def reads(self, role: str) -> bool:
+        """Whether this role reads from another one."""
+        return any(edge.consumer == role for edge in self.edges)
+
+    def ranks_of(self, only_produces: bool) -> frozenset[int]:
+        """All ranks of roles that do nothing but produce, or of all other ones: whose end is the step's."""
+        roles = [role for role in self.ranks if (self.produces(role) and not self.reads(role)) == only_produces]
         return frozenset(rank for role in roles for ranks in self.ranks[role] for rank in ranks)

@@ -73,8 +73,8 @@ def _refuse_another(profile: Profile, role: str, half: Half, name: str) -> None:
 
 def _efficiency(profile: Profile, role: str, half: Half, device: Device, precision: str) -> Efficiency:
     measured = profile.roles[role].measured
-    an_encoder_trains = any(profile.roles[each].trains for each in profile.producers)
-    receives_gradient = role == profile.trunk and an_encoder_trains
+    before = {profile.trunk: profile.producers, **dict.fromkeys(profile.behind, (*profile.producers, profile.trunk))}
+    receives_gradient = any(profile.roles[each].trains for each in before.get(role, ()))
     profiled = maker_device(profile.origin.device) or device
     there = assumed_efficiency(profiled)
     cluster, numbers = Cluster(profiled, 1, 1), PRECISIONS[precision]

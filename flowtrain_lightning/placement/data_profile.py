@@ -104,7 +104,7 @@ def sample_costs(
     parts: FloatArray | float = 1.0,
     graph: RoleGraph = TWO_ROLES,
 ) -> tuple[FloatArray, FloatArray]:
-    """``[samples]`` seconds of all encoders and of the trunk for each sample.
+    """``[samples]`` seconds of all that encode or generate, and of the trunk, for each sample.
 
     What a forward itself costs is shared by all samples of a full microbatch, whose media are one encoder batch.
 
@@ -118,7 +118,7 @@ def sample_costs(
     forwards, trunk = sizes.tokens / token_budget, profile.cost
     of_media, constant = np.zeros(len(sizes.media_patches)), 0.0
     for modality in sizes.modalities if len(sizes.media_patches) else ():
-        half, media = profile.roles[graph.producer_of(modality)], sizes.of_modality(modality)
+        half, media = profile.roles[graph.taker_of(modality)], sizes.of_modality(modality)
         of_media[media] = half.cost.of_each(sizes.media_patches[media])
         constant += half.cost.constant
     encoding = np.bincount(sizes.media_sample, parts * of_media, minlength=len(sizes))

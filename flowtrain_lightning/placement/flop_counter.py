@@ -14,17 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.data import Features
+from flowtrain_lightning.data import Features, PackedMedia, PackedTargets
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 from flowtrain_lightning.placement.probes import Probe
 from flowtrain_lightning.placement.profile import FlopModel, ProfileError
 
-_COUNTED = 6
+_COUNTED, _LEAST = 6, 3
 """Probes that are looked at. Three would do for three coefficients if nothing but lengths mattered."""
 
 Passes = dict[str, tuple[float, float]]
@@ -61,16 +61,23 @@ def count_flops(module: FlowModule, probes: Sequence[Probe]) -> dict[str, FlopMo
 
 
 def _few(probes: Sequence[Probe]) -> list[Probe]:
-    """Some of those with media, if any has media: from the shortest samples to the longest."""
+    """Some of those with the most kinds of media, and for roles with too few of these some more, by mean length."""
 
     def mean_length(probe: Probe) -> float:
         item = Observation.of(probe.lengths(probe.graph.trunk), 0.0)
         return item.squares / item.tokens
 
+    def spread(among: Sequence[Probe]) -> list[Probe]:
+        ordered = sorted(among, key=mean_length)
+        picked = np.linspace(0, len(ordered) - 1, min(_COUNTED, len(ordered))).round().astype(int)
+        return [ordered[number] for number in picked]
+
     most = max(len(probe.media) for probe in probes)
-    ordered = sorted([probe for probe in probes if len(probe.media) == most], key=mean_length)
-    picked = np.linspace(0, len(ordered) - 1, min(_COUNTED, len(ordered))).round().astype(int)
-    return [ordered[number] for number in picked]
+    found = spread([probe for probe in probes if len(probe.media) == most])
+    for role in dict.fromkeys(role for probe in probes for role in probe.media):
+        if sum(role in probe.media for probe in found) < _LEAST:
+            found += [probe for probe in spread([each for each in probes if role in each.media]) if probe not in found]
+    return found
 
 
 class _Counter:
@@ -101,10 +108,11 @@ def _count(module: FlowModule, probe: Probe) -> Passes:
     """The halves share no graph, as if they lived on two ranks."""
     counter, found = _Counter(), {}
     features: Features = {}
-    for role, media in probe.media.items():
+    graph = module.role_graph
+    for role in filter(probe.media.__contains__, graph.producers):
+        media = probe.media[role]
         trains = half_trains(module, role)
-        dtypes = (weight.dtype for weight in half_parameters(module, role) if weight.is_floating_point())
-        pixels = media.with_patches(media.pixels.to("meta", next(dtypes, torch.float32)))
+        pixels = _without_numbers(module, role, media)
         with torch.set_grad_enabled(trains):
             output, encoding = counter.run(partial(module.encode, pixels))
         outputs = output if isinstance(output, tuple) else (output,)
@@ -112,9 +120,23 @@ def _count(module: FlowModule, probe: Probe) -> Passes:
         features |= as_features(media.modality, leaves)
         found[role] = encoding, counter.backward(outputs)
     with module.logging_into(MetricAccumulator()):
-        (loss, _), forward = counter.run(lambda: module.backbone_step(probe.packed, features, "train"))
-    found[module.role_graph.trunk] = forward, counter.backward((loss,))
+        (loss, _, *made), forward = counter.run(lambda: module.backbone_step(probe.packed, features, "train"))
+        rows = tuple(made[0]) if made and isinstance(made[0], tuple) else tuple(made)
+        read = tuple(row.detach().requires_grad_(row.requires_grad) for row in rows)
+        for role in filter(probe.media.__contains__, graph.behind):
+            media = _without_numbers(module, role, probe.media[role])
+            items = PackedTargets(media, global_seed(), probe.batch.epoch, probe.batch.step)
+            given = read[0] if len(read) == 1 else read
+            (drawn, _), drawing = counter.run(partial(module.generator_loss, items, given))
+            found[role] = drawing, counter.backward((drawn,))
+    found[graph.trunk] = forward, counter.backward((loss, *rows))
     return found
+
+
+def _without_numbers(module: FlowModule, role: str, media: PackedMedia) -> PackedMedia:
+    """Media on the meta device, in the precision of the role's weights."""
+    dtypes = (weight.dtype for weight in half_parameters(module, role) if weight.is_floating_point())
+    return media.with_patches(media.pixels.to("meta", next(dtypes, torch.float32)))
 
 
 def _fitted(role: str, probes: Sequence[Probe], counted: Sequence[Passes]) -> FlopModel:

@@ -20,11 +20,11 @@ from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.quiet_lightning import quiet_lightning
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
-from flowtrain_lightning.data import Features, FlowDataModule, PackedMedia, StepBatch
+from flowtrain_lightning.data import Features, FlowDataModule, PackedMedia, PackedTargets, StepBatch
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
 from flowtrain_lightning.placement.probes import Probe
 
 Result = TypeVar("Result")
@@ -227,15 +227,19 @@ class HalfRunner(WholeModuleRunner):
         packed, step = probe.packed, (probe.batch.epoch, probe.batch.step)
         features: Features = {}
         encoded: dict[str, tuple[float, tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        for role, media in probe.media.items():
+        for role in filter(probe.media.__contains__, self._graph.producers):
+            media = probe.media[role]
             seconds, outputs, leaves = self._encode(role, media, step)
             encoded[role] = seconds, outputs, leaves
             features |= as_features(media.modality, leaves)
         trunk = self._graph.trunk
-        loss, forward = self._timed(
-            lambda: self._compute.microbatch(packed, features, stage="train", step=step, number=0)
+        (loss, rows), forward = self._timed(
+            lambda: self._compute.microbatch_and_rows(packed, features, stage="train", step=step, number=0)
         )
-        found = {trunk: (forward, self._backward(trunk, (loss,), (torch.ones_like(loss),)))}
+        read = tuple(row.detach().requires_grad_(row.requires_grad) for row in rows)
+        generated = {role: self._generate(role, probe, read) for role in self._graph.behind if role in probe.media}
+        seeds = (torch.ones_like(loss), *(row.grad for row in read))
+        found = {**generated, trunk: (forward, self._backward(trunk, (loss, *rows), seeds))}
         for role, (seconds, outputs, leaves) in encoded.items():
             found[role] = seconds, self._backward(role, outputs, tuple(leaf.grad for leaf in leaves))
         return found
@@ -251,6 +255,12 @@ class HalfRunner(WholeModuleRunner):
         self.feature_bytes = max(self.feature_bytes, row_bytes)
         leaves = tuple(out.detach().requires_grad_(trains and out.is_floating_point()) for out in outputs)
         return seconds, outputs, leaves
+
+    def _generate(self, role: str, probe: Probe, rows: tuple[Tensor, ...]) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, after which the rows have their gradients."""
+        items = PackedTargets(probe.media[role], global_seed(), probe.batch.epoch, probe.batch.step)
+        loss, forward = self._timed(lambda: self._compute.generate(role, items, rows, stage="train", number=0))
+        return forward, self._backward(role, (loss,), (torch.ones_like(loss),))
 
     def _backward(self, role: str, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> float:
         pairs = zip(outputs, gradients, strict=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
+from flowtrain_lightning.packing.policies.trunk_order import most_open
 from flowtrain_lightning.packing.stage_entries import stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
@@ -22,7 +23,8 @@ def lane_work(
     """Lists each rank's work in some steps, as a lane for each of its roles, and for its stage of the trunk.
 
     The end of a step is one more batch of every member of the trunk, with a forward alone, and, where encoders train, a
-    part of the backward of the last batch of every member that encodes.
+    part of the backward of the last batch of every member that encodes. Where a role generates, it is a part of the
+    last backward of the trunk and of that role, too.
 
     Args:
         plans: the steps, planned for the allocation.
@@ -33,25 +35,35 @@ def lane_work(
     layouts, producers, members = allocation.layouts, allocation.producers, allocation.step_members()
     needs_others = allocation.placement == "mixed" and any(layouts[role].shares_weights for role in producers)
     trunk, stages = allocation.trunk, stage_names(allocation.trunk, members.stages)
+    behind = allocation.graph.behind
     parts = stages or (trunk,)
     opened = {name: members.stages - stage for stage, name in enumerate(stages)}  # see `trunk_order`
     rules = StepRules(
         {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
-        | {role: allocation.members(role) for role in producers},
-        [edge._replace(consumer=name) for edge in allocation.graph.edges for name in parts],
-        in_flight=opened | dict.fromkeys(producers, kept_batches),
+        | {role: allocation.members(role) for role in (*behind, *producers)},
+        [
+            edge._replace(consumer=name)
+            for edge in allocation.graph.edges
+            for name in (parts if edge.consumer == trunk else (edge.consumer,))
+        ],
+        in_flight=opened | dict.fromkeys(producers, kept_batches) | ({trunk: most_open(members)} if behind else {}),
         meets=allocation.meets | dict.fromkeys(stages, allocation.meets[trunk]),
         steps_ahead=0 if costs.encoder_trains or needs_others else STEPS_AHEAD,
     )
     seconds = {name: _priced(plans, costs, trunk, name) for name in parts}
-    seconds |= {role: _priced(plans, costs, role, role) for role in producers}
+    seconds |= {role: _priced(plans, costs, role, role) for role in (*behind, *producers)}
     ends = {name: sum(costs.end_of_step(name)) for name in seconds}
     works: list[StepWork] = []
     for plan in plans:
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
         work = step_work(plan, seconds, recomputed, stages, costs.on_the_way)
         work = _with_ends(work, members, ends, trains=costs.encoder_trains)
-        works.append({role: _as_they_meet(batches, members.meeting(role)) for role, batches in work.items()})
+        works.append(
+            {
+                name: batches if name in parts else _as_they_meet(batches, members.meeting(name))
+                for name, batches in work.items()
+            }
+        )
     return works, rules
 
 
@@ -73,20 +85,21 @@ def _with_ends(work: StepWork, members: StepMembers, ends: Mapping[str, float], 
     """The same, and what the end of a step takes for each role."""
     ended = {}
     for role, of_role in work.items():
-        if role not in members.producers:
+        if role not in members.producers and not members.behind:
             ended[role] = [[*batches, TimedBatch(ends[role], 0.0, closes=True)] for batches in of_role]
         else:
+            end = ends[role] * (trains or role not in members.producers)
             ended[role] = [
-                [*batches[:-1], *(replace(last, backward=last.backward + ends[role] * trains) for last in batches[-1:])]
+                [*batches[:-1], *(replace(last, backward=last.backward + end) for last in batches[-1:])]
                 for batches in of_role
             ]
     return ended
 
 
 def _as_they_meet(of_role: Sequence[Sequence[TimedBatch]], meeting: Meeting) -> list[list[TimedBatch]]:
-    """The same, where members that need each other in a pass of what they encode are as long at it as the slowest.
+    """The same, where members that need each other in a pass over media are as long at it as the slowest.
 
-    A member that has no batch where others have one encodes something small, whose time is left out.
+    A member that has no batch where others have one computes something small, whose time is left out.
     """
     if not meeting.passes:
         return [list(batches) for batches in of_role]
@@ -94,13 +107,13 @@ def _as_they_meet(of_role: Sequence[Sequence[TimedBatch]], meeting: Meeting) -> 
     for first in range(0, len(of_role), meeting.members):
         group = of_role[first : first + meeting.members]
         at: dict[Turn, list[TimedBatch]] = {}
-        for batch in (batch for batches in group for batch in batches if batch.readers):
+        for batch in (batch for batches in group for batch in batches):
             at.setdefault(batch.turn, []).append(batch)
         longest = {
             turn: {kind: max(getattr(batch, kind) for batch in batches) for kind in meeting.passes}
             for turn, batches in at.items()
         }
-        joint += [[replace(each, **longest[each.turn]) if each.readers else each for each in own] for own in group]
+        joint += [[replace(each, **longest[each.turn]) for each in own] for own in group]
     return joint
 
 

@@ -85,7 +85,7 @@ class ProfiledLayoutCosts:
         """See `LayoutCosts`."""
         half, (gather, back) = self.profile.roles[role], self._sharing(role)
         seconds = half.cost.of_set(lengths)
-        if role != self.allocation.trunk and not half.trains:
+        if role in self.allocation.producers and not half.trains:
             return PassTimes(seconds + gather, 0.0)
         forward = seconds * half.forward_share
         return PassTimes(forward + gather, seconds - forward + self._repeated_share(role) * forward + back)

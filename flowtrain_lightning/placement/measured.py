@@ -101,9 +101,9 @@ class MeasuredCosts:
         """Colocated roles; separate and mixed ones with ranks that only encode spread evenly over the nodes.
 
         On a few ranks these are all such allocations. On more, some numbers of encoder ranks are tried, then
-        more of them about the best one, and so on: a thousand ranks take some eighty predictions. Several roles that
-        encode share these ranks by what they have to do. Roles hold whole copies; where these do not fit, as far as
-        weights, gradients and optimizer tell, the trunk, those that encode or all hold shards (FSDP2).
+        more of them about the best one, and so on: a thousand ranks take some eighty predictions. Several roles but
+        the trunk share these ranks by what they have to do. Roles hold whole copies; where these do not fit, as far as
+        weights, gradients and optimizer tell, the trunk, the others or all hold shards (FSDP2).
 
         Raises:
             NoPlanError: the steps cannot be dealt to so many ranks, or nothing fits.
@@ -111,7 +111,7 @@ class MeasuredCosts:
         found = search_splits(self.ranks - 1, partial(self._apart, "separate"))
         if self.ranks_per_device == 1:
             together = self._fitting(default_allocation(self.ranks, "colocated", graph=self.graph))
-            mixed = search_splits(self.ranks - 1, partial(self._apart, "mixed"))
+            mixed = [] if self.graph.behind else search_splits(self.ranks - 1, partial(self._apart, "mixed"))
             found = [*([together] if together is not None else []), *found, *mixed]
         if not found:
             raise NoPlanError(f"the steps cannot be dealt to {self.ranks} ranks in any way, or the halves do not fit")
@@ -140,18 +140,23 @@ class MeasuredCosts:
 
     def _apart(self, placement: Placement, encoder_ranks: int) -> MeasuredPrediction | None:
         wanted: int | Mapping[str, int] = encoder_ranks
-        if placement == "separate" and not self.graph.is_simple:
-            if encoder_ranks < len(self.graph.producers):
+        if placement == "separate" and len(self._others) > 1:
+            if encoder_ranks < len(self._others):
                 return None
-            wanted = shared_out(encoder_ranks, self._encoding)
+            wanted = shared_out(encoder_ranks, self._work_of_others)
         per_node = self.ranks // self.nodes
         return self._fitting(
             default_allocation(self.ranks, placement, wanted, per_node, self.ranks_per_device, self.graph)
         )
 
+    @property
+    def _others(self) -> tuple[str, ...]:
+        """The roles but the trunk."""
+        return (*self.graph.producers, *self.graph.behind)
+
     @cached_property
-    def _encoding(self) -> dict[str, float]:
-        """Role that encodes -> seconds of its media in the first steps."""
+    def _work_of_others(self) -> dict[str, float]:
+        """Role but the trunk -> seconds of its media in the first steps."""
         try:
             plans = self.plan_steps(default_allocation(self.ranks, "colocated", graph=self.graph), SIMULATED_STEPS)
         except PackingError:
@@ -164,13 +169,13 @@ class MeasuredCosts:
                 for batch in own
                 if len(batch)
             )
-            for role in self.graph.producers
+            for role in self._others
         }
 
     def _fitting(self, whole: Allocation) -> MeasuredPrediction | None:
         """Returns the seconds of steps on these ranks, with as few roles in shards as fit; None where nothing does."""
-        trunk, producers = self.graph.trunk, self.graph.producers
-        for sharded in ((), (trunk,), producers, (*producers, trunk)):  # the simplest first
+        trunk, others = self.graph.trunk, self._others
+        for sharded in ((), (trunk,), others, (*others, trunk)):  # the simplest first
             allocation = whole.with_roles(dict.fromkeys(sharded, _SHARDED))
             if self._runs(allocation) and self._fits(allocation):
                 return self.predict(allocation)

@@ -73,13 +73,8 @@ def profile_module(
 
     Raises:
         DataError: there are no training data, or they cannot be read.
-        ProfileError: the halves do not fit, and their layers are not alike; or one generates.
+        ProfileError: the halves do not fit, and their layers are not alike.
     """
-    if module.role_graph.behind:
-        raise ProfileError(
-            f"{type(module).__name__} has the half {module.role_graph.behind[0]!r}, which generates; only halves that "
-            f"encode, and the {module.role_graph.trunk}, are measured today."
-        )
     trainer = profiling_trainer(accelerator, precision, device_number)
     device, precision = trainer.strategy.root_device, trainer.precision
     data.prepare_data()
@@ -113,6 +108,7 @@ def profile_module(
         times.feature_bytes,
         reduced,
         whole,
+        module.role_graph.behind,
     )
 
 

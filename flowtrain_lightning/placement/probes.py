@@ -39,7 +39,7 @@ class ChosenSamples(Sampling):
 
 @dataclass(frozen=True)
 class Probe:
-    """One microbatch, and the encoder batches that it reads.
+    """One microbatch, the encoder batches that it reads, and what is generated from it.
 
     Attributes:
         batch: a step, packed as for one rank that does everything.
@@ -60,18 +60,18 @@ class Probe:
 
     @cached_property
     def media(self) -> dict[str, PackedMedia]:
-        """Role -> what it encodes; without roles for which no sample has media."""
+        """Role -> what it encodes or generates; without roles for which no sample has media."""
         read = (media for _, media in self.batch.read_by(self.number))
-        return {self.graph.producer_of(media.modality): media for media in read}
+        return {self.graph.taker_of(media.modality): media for media in read}
 
     def lengths(self, role: str) -> IntArray:
-        """Tokens of every sequence for the trunk, patches of every media item for a role that encodes."""
+        """Tokens of every sequence for the trunk, patches of every media item for another role."""
         plan = self.batch.plan
         if role == self.graph.trunk:
             return plan.sizes.tokens[plan.microbatches[0][self.number]]
         batches = plan.batches[plan.graph.producers[0]][0]  # one rank that does everything has one role for all media
         read = self.batch.read_by(self.number)
-        own = [batches[number] for number, media in read if self.graph.producer_of(media.modality) == role]
+        own = [batches[number] for number, media in read if self.graph.taker_of(media.modality) == role]
         return np.concatenate([np.empty(0, np.int64), *(plan.sizes.media_patches[media] for media in own)])
 
 

@@ -139,11 +139,12 @@ class Profile:
 
     Attributes:
         origin: what was measured, where and with what.
-        roles: role -> its half; those that encode first, and last the trunk, such as the backbone.
+        roles: role -> its half; those that encode first, then the trunk, such as the backbone, and what generates.
         feature_bytes: of one row of features, the largest; 0 where no sample has media.
         reduction: of gradients; None where it was not measured.
         whole: both halves fitted on the device together. Where they did not, each was measured with one and with two of
             its layers, and what a layer adds was counted for all of them.
+        behind: the roles that generate.
     """
 
     origin: ProfileOrigin
@@ -151,16 +152,17 @@ class Profile:
     feature_bytes: int
     reduction: ReductionCost | None = None
     whole: bool = True
+    behind: tuple[str, ...] = ()
 
     @property
     def trunk(self) -> str:
         """The role that reads features and computes the loss."""
-        return [*self.roles][-1]
+        return [role for role in self.roles if role not in self.behind][-1]
 
     @property
     def producers(self) -> tuple[str, ...]:
         """The roles that encode."""
-        return tuple(self.roles)[:-1]
+        return tuple(role for role in self.roles if role not in (self.trunk, *self.behind))
 
     @property
     def cost(self) -> CostModel:
@@ -224,6 +226,7 @@ def _profile(content: Mapping[str, Any]) -> Profile:
         if reduction is None
         else ReductionCost(int(reduction["ranks"]), float(reduction["constant"]), float(reduction["seconds_per_byte"])),
         whole=bool(content["whole"]),
+        behind=tuple(map(str, content.get("behind", ()))),
     )
 
 

@@ -73,7 +73,7 @@ class PlacementRequest:
             given = of_module(self.allocation, self.source, graph)
             refuse_what_cannot_run(given, self.source)
             return given
-        if ranks == 1 or not self.is_open or graph.behind:  # what generates is not measured today
+        if ranks == 1 or not self.is_open:
             per_node = ranks // nodes
             by_rule = default_allocation(ranks, self.placement, self.encoder_ranks, per_node, ranks_per_device, graph)
             found = by_rule.with_roles(self.roles)

@@ -150,8 +150,8 @@ def _activities(
         start, seconds = span.start, span.end - span.start
         parts: list[tuple[str, float]] = [(kind, seconds)]
         batches = works[span.step][name][member]
-        # All there is of what is no batch, or a backward with which an encoder ends.
-        if batches[number].closes or (number == len(batches) - 1 and kind == "backward" and role != allocation.trunk):
+        # All there is of what is no batch, or the last backward of what ends with one.
+        if batches[number].closes or (number == len(batches) - 1 and kind == "backward"):
             reduction, optimizer = ends[name]
             own = max(0.0, seconds - reduction - optimizer)
             parts = [(kind, own), ("reduction", reduction), ("optimizer", optimizer)]

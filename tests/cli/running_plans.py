@@ -8,6 +8,7 @@ import lightning as L
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.connecting import disconnect_groups
+from tests.exactness.drawing import Drawing, drawings, write_drawings
 from tests.exactness.hearing import memory_data, module_of
 from tests.exactness.modules import Deep, Divided
 from tests.forks import write_down
@@ -23,6 +24,7 @@ def train_on_plans(
     divides: bool = False,
     hears: bool = False,
     deep: bool = False,
+    draws: bool = False,
 ) -> None:
     """Writes down on which allocation each plan has trained, and for how many steps.
 
@@ -34,10 +36,13 @@ def train_on_plans(
         divides: the module has layers that tensor ranks divide, and sequences that context ranks share.
         hears: it has an encoder of audio beside that of images.
         deep: it has as many repeated blocks as stages may want.
+        draws: it has a generator; its encoder, and all of its backbone but queries, are frozen.
     """
     kind: type[TinyVLM] = Divided if divides else Deep if deep else TinyVLM
     if hears:
         kind = module_of(divided=divides)
+    if draws:
+        write_drawings(folder / "drawings")
     trained = {}
     for plan in plans:
         strategy = flow.FlowTrainStrategy(allocation=plan)
@@ -52,7 +57,10 @@ def train_on_plans(
             enable_model_summary=False,
             default_root_dir=folder / Path(plan).stem,
         )
-        trainer.fit(kind(), datamodule=memory_data() if hears else tiny_data(Path(data)))
+        if draws:
+            trainer.fit(Drawing(("encoder", "backbone"), divided=divides), drawings(folder / "drawings"))
+        else:
+            trainer.fit(kind(), datamodule=memory_data() if hears else tiny_data(Path(data)))
         trained[plan] = {"allocation": strategy.allocation.state_dict(), "steps": trainer.global_step}
     write_down(folder, trained)
     disconnect_groups()

@@ -12,6 +12,7 @@ from flowtrain_lightning.allocator import Allocation, Layout, ModelledCosts
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.cli import main
 from flowtrain_lightning.cli.plan_choice import choose_plans
+from flowtrain_lightning.placement.cluster_part import part_of
 from tests.allocator.problems import problems
 from tests.forks import Job, read_down, run_jobs
 from tests.tiny import write_records
@@ -155,12 +156,50 @@ def test_plans_of_models_that_see_and_hear_train(tmp_path):
     train(list(paths.values()), tmp_path, divides=True, hears=True)
 
 
-def train(paths, tmp_path, *, divides=False, hears=False, deep=False, imports=None):
+DRAWS = {
+    "shards": ("--devices", "8"),
+    "tensor": ("--devices", "64"),
+    "groups": ("--devices", "512", "--microbatches", "1024"),
+}
+"""Of a frozen language model whose queries a generator reads."""
+
+
+@pytest.mark.full
+def test_plans_of_models_that_draw_train_on_fewer_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layouts = {}
+    for name, options in DRAWS.items():
+        frozen = ("--freeze", "encoder", "--freeze", "backbone")
+        command = ["flowtrain", "plan", "--model", "metaquery-7b", *frozen, *options, "--out", f"{name}.yaml"]
+        monkeypatch.setattr(sys, "argv", command)
+        main()
+        whole = read_plan(tmp_path / f"{name}.yaml")
+        layouts[name] = whole.layouts
+        part, _ = part_of(whole, RANKS)
+        assert {role: _kinds(each) for role, each in part.layouts.items()} == {
+            role: _kinds(each) for role, each in whole.layouts.items()
+        }
+        write_plan(part, tmp_path / f"{name}-part.yaml", "the same kinds of degree on fewer ranks")
+    assert {layout.shard for layout in layouts["shards"].values()} == {"fsdp"}
+    assert layouts["tensor"]["backbone"].tensor == 2
+    assert layouts["groups"]["generator"].replicas > 1
+    costs = ModelledCosts(problems("metaquery-3b", devices=RANKS, device="h200"))
+    apart = next(plan for plan in choose_plans(costs).recommended.predictions if plan.kind == "separate")
+    write_plan(apart.allocation(RANKS), tmp_path / "apart-part.yaml", "roles on ranks of their own")
+    train([tmp_path / f"{name}-part.yaml" for name in (*DRAWS, "apart")], tmp_path, divides=True, draws=True)
+
+
+def _kinds(layout):
+    """How a role is divided, whatever its number of data ranks."""
+    return layout.tensor, layout.context, layout.shard
+
+
+def train(paths, tmp_path, *, divides=False, hears=False, deep=False, draws=False, imports=None):
     """Trains on every plan, and compares on what each rank says it has trained."""
     write_records(tmp_path, 24)
     plans = [str(path) for path in paths]
     arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides, "hears": hears}
-    arguments |= {"deep": deep}
+    arguments |= {"deep": deep, "draws": draws}
     job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, imports=imports)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):

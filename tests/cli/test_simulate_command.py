@@ -167,12 +167,25 @@ def test_of_several_encoders_each_encodes_the_media_of_its_own_column(simulate_b
         simulate_by(*given)
 
 
-def test_a_plan_with_a_generator_is_refused(simulate):
+def test_what_generates_takes_the_media_of_its_own_column(simulate_by):
     layouts = dict.fromkeys(("encoder", "backbone", "generator"), Layout())
     ranks = {"encoder": (1,), "backbone": (0,), "generator": (2,)}
     write_plan(Allocation("separate", layouts, ranks), Path("draws.yaml"), "by hand")
-    with pytest.raises(SystemExit, match="has the roles encoder, backbone, generator, but encoders and the role that"):
-        simulate("--plan", "draws.yaml")
+    lengths = {"tokens": [20, 30], "generated_tokens": [[5], []], "image_tokens": [[8, 12], [4]]}
+    pyarrow.parquet.write_table(pyarrow.table(lengths), "draws.parquet")
+    Path("drawing.yaml").write_text(DRAWS)
+    given = ("--plan", "draws.yaml", "--model", "drawing.yaml", "--batch", "2", "--json")
+    shares = json.loads(simulate_by(*given, "--data", "draws.parquet"))["shares"]
+    assert all(shares[role]["backward"] > 0 for role in ("encoder", "backbone", "generator"))
+    with pytest.raises(SystemExit, match=r"lengths\.parquet has no column 'generated_tokens' \(its columns: tokens, "):
+        simulate_by(*given)
+
+
+DRAWS = """
+encoders: {image: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, patch: 14}}
+backbone: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, vocabulary: 1000, queries: 4}
+generator: {layers: 2, hidden: 64, feed_forward: 256, heads: 4, numbers: 12, rows: 4}
+"""
 
 
 TENSOR = Allocation(

@@ -25,7 +25,7 @@ from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.hearing import SAVED_AT, Saver
 from tests.exactness.layouts import SEED, ranks_of
-from tests.exactness.modules import DeepEncoder, DividedBlock, divided_blocks
+from tests.exactness.modules import DeepEncoder, DividedBlock, DividedEncoder, divided_blocks
 from tests.exactness.train import Recorder
 from tests.forks import write_down
 from tests.tiny import IMAGES, WIDTH, WORDS, Backbone, Block, TinyVLM, tiny_data
@@ -86,7 +86,7 @@ class Drawing(TinyVLM):
         frozen: halves that do not train; ``"backbone"`` is all of it but its ``"queries"``.
         says: it learns words, too.
         weights: of its losses.
-        divided: tensor ranks can divide the backbone's layers.
+        divided: tensor ranks can divide the layers of encoder and backbone.
     """
 
     halves: ClassVar = {"encoder": ("encoder",), "backbone": ("backbone", "queries"), "generator": ("drawer",)}
@@ -104,7 +104,8 @@ class Drawing(TinyVLM):
         self.loss_weights = dict(WEIGHTS if weights is None else weights)
 
     def configure_encoder(self) -> None:
-        self.encoder = DeepEncoder(1, 0.0).requires_grad_("encoder" not in self.hparams["frozen"])
+        made = (DividedEncoder if self.hparams["divided"] else DeepEncoder)(1, 0.0)
+        self.encoder = made.requires_grad_("encoder" not in self.hparams["frozen"])
 
     def configure_backbone(self) -> None:
         self.backbone = DrawingBackbone(self.hparams["divided"]).requires_grad_(
@@ -140,7 +141,7 @@ class Drawing(TinyVLM):
         return ((found - (noise - pictures)) ** 2).sum(), pictures.numel()
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
-        return divided_blocks(("backbone.block", "backbone.more.*"))
+        return divided_blocks(("encoder.block",) if role == "encoder" else ("backbone.block", "backbone.more.*"))
 
     def logits(self, outputs: Any) -> Tensor:
         return outputs.logits

@@ -18,6 +18,7 @@ from tests.forks import Job, read_down, run_jobs
 LIMIT = 1e-10
 
 FROZEN_BACKBONE = {"module": {"frozen": ["backbone"]}}
+QUERIES_ALONE = {"module": {"frozen": ["encoder", "backbone"]}}
 CASES: dict[str, dict[str, Any]] = {
     "auto": {"layout": "auto"},
     "ddp 2": {"layout": "ddp 2"},
@@ -40,9 +41,17 @@ CASES: dict[str, dict[str, Any]] = {
     "1+1+1, frozen backbone": {"layout": "1+1+1", **FROZEN_BACKBONE},
     "1+2+1, frozen backbone": {"layout": "1+2+1", **FROZEN_BACKBONE},
     "colocated 2, frozen backbone": {"layout": "colocated 2", **FROZEN_BACKBONE},
+    "1+2+1 fsdp backbone, frozen backbone": {"layout": "1+2+1 fsdp backbone", **FROZEN_BACKBONE},
+    "colocated 2 fsdp, frozen backbone": {"layout": "colocated 2 fsdp", **FROZEN_BACKBONE},
+    "colocated 2 fsdp, queries alone": {"layout": "colocated 2 fsdp", **QUERIES_ALONE},
+    "colocated 2 fsdp generator, queries alone": {"layout": "colocated 2 fsdp generator", **QUERIES_ALONE},
+    "colocated 2 tensor encoder backbone, queries alone": {
+        "layout": "colocated 2 tensor encoder backbone",
+        "module": {"frozen": ["encoder", "backbone"], "divided": True},
+    },
     "1+1+2, frozen tower, watched": {"layout": "1+1+2", "module": {"frozen": ["encoder"]}, "watched": True},
     "colocated 2, frozen tower": {"layout": "colocated 2", "module": {"frozen": ["encoder"]}},
-    "1+2+1, queries alone": {"layout": "1+2+1", "module": {"frozen": ["encoder", "backbone"]}},
+    "1+2+1, queries alone": {"layout": "1+2+1", **QUERIES_ALONE},
     "1+2+1, generator alone": {"layout": "1+2+1", "module": {"frozen": ["encoder", "backbone", "queries"]}},
     "colocated 2, generator alone": {"layout": "colocated 2", "module": {"frozen": ["encoder", "backbone", "queries"]}},
     "1+1+1, it only draws": {"layout": "1+1+1", "module": {"says": False}},

@@ -75,7 +75,7 @@ def test_what_reads_may_be_read_in_its_turn():
         ("t", "backward"): 5.0,
         ("a", "backward"): 7.0,
     }
-    assert found.step_ends == [5.0]
+    assert found.step_ends == [7.0]  # of both that read
 
 
 def test_text_first_and_last_hides_the_source():

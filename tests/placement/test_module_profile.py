@@ -163,11 +163,3 @@ def test_without_training_data_there_is_nothing_to_measure(tmp_path):
     write_records(tmp_path, 4, name="val.jsonl")
     with pytest.raises(DataError, match="no train data"):
         profiled(TinyVLM(), tiny_data(tmp_path))
-
-
-def test_a_module_that_generates_is_not_measured(data):
-    class Draws(TinyVLM):
-        halves = {**TinyVLM.halves, "generator": ("drawer",)}  # noqa: RUF012
-
-    with pytest.raises(ProfileError, match="has the half 'generator', which generates; only halves that encode"):
-        profile_module(Draws(), data)

@@ -10,7 +10,7 @@ from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan
 
-_OPEN = 2
+MOST_OPEN = 2
 """Microbatches of a member that may be open: one goes forward while others generate from the one before."""
 
 
@@ -47,8 +47,13 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
         every = range(len(plan.microbatches[0]))
         return _with_answers(in_order(len(every), every, members.stages - stage))
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
+    return _with_answers(in_order(len(plan.microbatches[0]), read, most_open(members)))
+
+
+def most_open(members: StepMembers) -> int:
+    """Microbatches of a member of the trunk that may be open, where a role behind it reads them."""
     shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
-    return _with_answers(in_order(len(plan.microbatches[0]), read, 1 if shared else _OPEN))
+    return 1 if shared else MOST_OPEN
 
 
 def _with_answers(order: Iterable[Pass]) -> TrunkOrder:
