@@ -94,7 +94,7 @@ class SleepingRoles(FlowModule):
         self.halves = {role: (f"{role}_half",) for role in GRAPH.roles}
         self.stretch, self.clock = stretch, Clock()
         self._done = None if done is None else np.memmap(done, dtype=np.int64, mode="r+")
-        self._left = self._steps = 0
+        self._planned = self._forwards = self._steps = 0
         self.mark_checked()  # its gradients are no sums over samples
 
     def configure_encoder_image(self) -> None:
@@ -118,18 +118,16 @@ class SleepingRoles(FlowModule):
         self._steps += 1
         if self._done is not None:
             own = [role for role in GRAPH.producers if role in batch.program.roles]
-            self._left = sum(len(batch.program.roles[role].batches) for role in own)
-            if not self._left:
-                self._done[self.trainer.global_rank] = self._steps
+            self._planned += sum(len(batch.program.roles[role].batches) for role in own)
+            self._note()
         return super().training_step(batch, batch_idx)
 
     def encode(self, media: PackedMedia) -> Tensor:
         """``[rows, WIDTH]``."""
         rows, _ = self._sleep(f"encoder_{media.modality}", int(media.cu_seqlens[-1]), sum(media.rows))
         if self._done is not None and torch.is_grad_enabled():
-            self._left -= 1
-            if not self._left:
-                self._done[self.trainer.global_rank] = self._steps
+            self._forwards += 1
+            self._note()
         return rows
 
     def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
@@ -147,6 +145,10 @@ class SleepingRoles(FlowModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """An optimizer that costs little."""
         return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    def _note(self) -> None:
+        if self._done is not None and self._forwards == self._planned:
+            self._done[self.trainer.global_rank] = self._steps
 
     def _sleep(self, role: str, units: int, rows: int, *read: Tensor) -> tuple[Tensor, Tensor]:
         seconds = self.stretch * SECONDS[role] * units
