@@ -148,9 +148,9 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
     for modality in module.modalities:
         half = module.roles[role := module.role_of(modality)]
         if modality not in workload.media:
-            known = ", ".join(workload.media) or "none"
+            known, does = ", ".join(workload.media) or "none", "encodes" if modality in module.encoders else "generates"
             raise PlanningError(
-                f"The module's {role} takes {modality} media, but the data give no lengths of such; they give: {known}."
+                f"The module {does} {modality} media, but the data give no lengths of such; they give: {known}."
             )
         lengths = workload.media[modality]
         if not len(lengths) or lengths.min() < 1:

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.allocator import Allocation, Layout, choose_placement, graph_of
+from flowtrain_lightning.allocator import (
+    Allocation,
+    AllocationError,
+    Layout,
+    choose_placement,
+    default_allocation,
+    graph_of,
+)
 from flowtrain_lightning.callbacks import FlowMonitor
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.packing import CostModel
@@ -179,6 +186,16 @@ def test_every_half_is_measured_and_a_file_keeps_it(folder: Path, tmp_path: Path
     lengths = profile_data(data, found, graph=module.role_graph)
     assert set(lengths.workload.media) == {"image", "generated"}
     assert 0 < lengths.encoder_share < 1
+
+
+def test_ranks_that_draw_may_be_named_like_those_that_encode() -> None:
+    graph = graph_of(NAMES)
+    named = default_allocation(8, "separate", {"encoder": 1, "generator": 3}, graph=graph)
+    assert {role: len(ranks) for role, ranks in named.ranks.items()} == {"encoder": 1, "backbone": 4, "generator": 3}
+    by_rule = default_allocation(8, "separate", {"encoder": 1}, graph=graph)
+    assert len(by_rule.ranks["generator"]) == 2
+    with pytest.raises(AllocationError, match="at least 1 rank, and no other one, but generator"):
+        default_allocation(8, "separate", {"generator": 3}, graph=graph)
 
 
 @pytest.mark.parametrize(("encoder", "generator"), [(4.0, 0.01), (0.01, 4.0)])
