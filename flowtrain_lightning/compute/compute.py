@@ -110,9 +110,11 @@ class Compute:
         self._convert_input = trainer.precision_plugin.convert_input
         self._trunk = module.role_graph.trunk
         self._generated = module.role_graph.generated
+        engine, staged = engines.get(self._trunk), module.staged
+        self._exchange = engine.exchange if isinstance(engine, ContextParallelHalf) else None
+        self._stage = None if staged is None else StageStep(module.backbone_step, staged, self._exchange)
+        self._backbone_step = self._stage or module.backbone_step
         self._context_check = self._make_context_check()
-        staged = module.staged
-        self._backbone_step = module.backbone_step if staged is None else StageStep(module.backbone_step, staged)
         self._hands_on = staged is not None and not staged.cut.is_last
         self._kept = KeptFeatures(module)
 
@@ -252,17 +254,25 @@ class Compute:
         Raises:
             ContextError: in the first steps, they do not.
         """
-        if self._context_check is not None:
-            self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
+        if self._context_check is None:
+            return
+        if isinstance(hidden := features.get(HIDDEN), Tensor):
+            assert self._exchange is not None
+            rows = self._exchange.gathered(hidden, len(batch.tokens)).requires_grad_(hidden.requires_grad)
+            features = {**features, HIDDEN: rows}
+        self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
 
     def _make_context_check(self) -> ContextCheck | None:
         engine = self._engines.get(self._trunk)
         if not isinstance(engine, ContextParallelHalf):
             return None
 
+        stage = self._stage
+
         def step(batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
             with self._module.logging_into(MetricAccumulator()):
-                return self._checked(self._module.backbone_step(batch, features, "train"))
+                on_trial = partial(self._module.backbone_step, stage="train") if stage is None else stage.on_trial
+                return self._checked(on_trial(batch, features))
 
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
         return ContextCheck(step, half, engine, LossInParts(self._module), partial(kept_metrics, self._module))

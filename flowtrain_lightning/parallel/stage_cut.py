@@ -25,7 +25,8 @@ class StageCut:
         stages: of the half.
         blocks: paths of all repeated blocks of the half, in order.
         own: the numbers of those of this stage.
-        absent: names of parameters and buffers of the half that this stage does not hold.
+        held: names of the parameters of the half that this stage holds.
+        absent: names of parameters and buffers of the half that it does not hold.
         before: those parameters among them that are used before the blocks.
         ties: names of the parameters that the first and the last stage both hold.
     """
@@ -34,6 +35,7 @@ class StageCut:
     stages: int
     blocks: tuple[str, ...]
     own: range
+    held: frozenset[str]
     absent: frozenset[str]
     before: frozenset[str]
     ties: tuple[str, ...]
@@ -42,6 +44,10 @@ class StageCut:
     def is_last(self) -> bool:
         """The stage computes the loss."""
         return self.stage == self.stages - 1
+
+    def computes_elsewhere(self, path: str) -> bool:
+        """Whether other stages hold all weights of a module of the half, of this path."""
+        return not any(name.startswith(f"{path}.") for name in self.held)
 
 
 def cut_half(module: HalvedModule, role: str, stage: int, stages: int) -> StageCut:
@@ -87,7 +93,8 @@ def cut_half(module: HalvedModule, role: str, stage: int, stages: int) -> StageC
             absent.add(name)
     ties = tuple(name for name, key in names.items() if name in known and {0, stages - 1} <= holders[key])
     own = range(bounds[stage], bounds[stage + 1])
-    return StageCut(stage, stages, blocks, own, frozenset(absent), frozenset(before & known), ties)
+    held = frozenset(names.keys() - absent)
+    return StageCut(stage, stages, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
 
 
 def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:

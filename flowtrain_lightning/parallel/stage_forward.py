@@ -8,13 +8,14 @@ stage alone holds, stand numbers that are none (NaN). So what needs them beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flowtrain_lightning.parallel.stage_cut import StageCut
 
@@ -46,14 +47,18 @@ class StageForward:
         self._running = False
         self._looks_left = _CHECKED
         self._hooked = False
+        # What the first block was given -> what it takes in its place.
+        self._taken: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         for number, path in enumerate(cut.blocks):
             if number not in cut.own:
-                module.get_submodule(path).forward = partial(self._pass, number, path)
+                block = module.get_submodule(path)
+                block.forward = partial(self._pass, number, path)
+                block._compiled_call_impl = None  # nothing is left to compile
 
     def attach(self) -> None:
-        """Lets the blocks of the stage take hidden states, once they are in their layout: before it sees any input."""
-        for path in () if self._hooked else self.cut.blocks[self.cut.own.start : self.cut.own.stop]:
-            block = self._method.module.get_submodule(path)
+        """Lets the first block of the stage take hidden states, before its layout sees them, in which it is by now."""
+        if not self._hooked:
+            block = self._method.module.get_submodule(self.cut.blocks[self.cut.own.start])
             block.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
         self._hooked = True
 
@@ -90,27 +95,36 @@ class StageForward:
             self._refuse_other_inputs(result, given)
         return result
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Before a block of this stage: the first one takes the hidden states of the stage before."""
-        if not self._running and self.cut.stage > 0:
-            raise RuntimeError(
-                "A block was computed again in a backward by the model's own checkpointing, which does not know the "
-                "hidden states of the stage before. In a pipeline leave that to the layout: RoleLayout("
-                "pipeline=..., recompute='full')."
-            )
-        begun, self._begun = self._begun, True
-        if begun or self._given is None:
+        """Before the first block of this stage: it takes the hidden states of the stage before."""
+        self._begun = True
+        if self.cut.stage == 0:
             return None
         hidden = _first(args, kwargs)
+        taken = self._taking(hidden) if self._running else self._taken.get(hidden)
+        if taken is None:  # it is not what the block was given in its forward
+            raise RuntimeError(
+                "A block was computed again in a backward by the model's own checkpointing, which does not know the "
+                "hidden states of the stage before. Let it checkpoint with use_reentrant=False, or leave that to the "
+                "layout: RoleLayout(pipeline=..., recompute='full')."
+            )
+        if args:
+            return (taken, *args[1:]), kwargs
+        return args, {**kwargs, next(name for name, value in kwargs.items() if value is hidden): taken}
+
+    def _taking(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the stage before, in the form of what the first block is given."""
+        assert self._given is not None
         if hidden.numel() != self._given.numel():
             raise RuntimeError(
                 f"The blocks of stage {self.cut.stage} are given {list(hidden.shape)}, but the hidden states of the "
                 f"stage before are {list(self._given.shape)}. In a pipeline a block takes one row for each token."
             )
         taken = self._given.view(hidden.shape)
-        if args:
-            return (taken, *args[1:]), kwargs
-        return args, {**kwargs, next(name for name, value in kwargs.items() if value is hidden): taken}
+        if torch.is_grad_enabled():
+            self._taken[hidden] = taken
+        return taken
 
     def _pass(self, number: int, path: str, *args: Any, **kwargs: Any) -> Any:
         """In place of a block that another stage holds."""

@@ -45,7 +45,8 @@ class ReadEntry(NamedTuple):
         again: where some of them go a second time, as samples have a media item in common: which of them, and the rows
             of the batch that they become.
         part: which one the rank is of the members that read it.
-        answers: of the batches of the rank that read it, this is the last one, which gives gradients back for all.
+        answers: of the batches of the rank that read it, this is the last one, which gives gradients back for all; and
+            of ranks that have the same gradients, this is the one that does.
         early: batches of an earlier position read it, too, so it is not left in the pool until this one's turn.
     """
 

@@ -12,9 +12,10 @@ from flowtrain_lightning.data.collate import PADDING_LENGTH
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
-from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, stage_name
+from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, slice_name, stage_name
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.packing.step_members import StepMembers
+from flowtrain_lightning.parallel.context_parallel import slices_of
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
 
 
@@ -96,17 +97,21 @@ def _trunk_role(
 def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch) -> RankBatch:
     """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
     members, trunk, stage = shard.members, shard.members.trunk, shard.stage
-    member, rows = shard.own[trunk], _hidden_rows(plan, shard.own[trunk], batch.number)
-    # Each stage is a reader of its own, which gives back a part of the gradients.
-    read = tuple(each._replace(part=each.part * members.stages + stage) for each in batch.read)
+    rows = slices_of(_hidden_rows(plan, shard.own[trunk], batch.number), members.slices)[shard.slice]
+    member = shard.own[trunk] * members.slices + shard.slice
+    # Each stage is a reader of its own, which gives back a part of the gradients; of its context ranks the first.
+    read = tuple(
+        each._replace(part=each.part * members.stages + stage, answers=each.answers and shard.slice == 0)
+        for each in batch.read
+    )
     made: tuple[MadeEntry, ...] = ()
     rows_read = dict(batch.rows_read)
     if stage > 0:
-        entry, maker = hidden_entry(plan, members.stages, stage - 1, member, batch.number), stage_name(trunk, stage - 1)
+        entry, maker = hidden_entry(plan, members.stages, stage - 1, member, batch.number), slice_name(trunk, stage - 1)
         read = (*read, ReadEntry(entry, HIDDEN, (maker, member), (slice(0, rows),)))
         rows_read[HIDDEN] = rows
     if stage < members.stages - 1:
-        entry, reader = hidden_entry(plan, members.stages, stage, member, batch.number), stage_name(trunk, stage + 1)
+        entry, reader = hidden_entry(plan, members.stages, stage, member, batch.number), slice_name(trunk, stage + 1)
         made = (MadeEntry(entry, HIDDEN, rows, ((reader, member),)),)
     return replace(batch, made=made, read=read, rows_read=rows_read)
 
@@ -118,11 +123,12 @@ def _hidden_rows(plan: StepPlan, member: int, number: int) -> int:
 
 
 def _rows_between(plan: StepPlan, members: StepMembers) -> Iterator[tuple[tuple[str, tuple[int, ...]], ...]]:
-    """For each member of the trunk what one stage makes of its microbatches: of each the rows of hidden states."""
+    """For each member of the trunk what a rank of one stage makes of its microbatches: of each the rows at most."""
     pads = bool(members.meeting(members.trunk).passes)
     for member, batches in enumerate(plan.microbatches if members.stages > 1 else ()):
         numbers = [number for number, own in enumerate(batches) if len(own) or pads]
-        yield tuple((HIDDEN, (_hidden_rows(plan, member, number),)) for number in numbers)
+        rows = [slices_of(_hidden_rows(plan, member, number), members.slices)[0] for number in numbers]
+        yield tuple((HIDDEN, (each,)) for each in rows)
 
 
 def _role_behind(plan: StepPlan, shard: RankShard, role: str, read: Mapping[BatchOf, Sequence[int]]) -> RankRole:

@@ -241,7 +241,8 @@ class RoleRunner:
         speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
         counts = counts and (stage is None or stage.is_last)
         method = BackboneMethod(context, predictions, speaks=speaks, counts=counts, losses=self._losses)
-        return RolePart(method, speaks=speaks)
+        # Context ranks have slices of the hidden states, of which each hands on its own.
+        return RolePart(method, speaks=speaks if stage is None else self._job.is_first_tensor_rank(self.trunk))
 
     def _part(self, context: RankContext, role: str, predictions: list[Any]) -> RolePart:
         if role == self.trunk:

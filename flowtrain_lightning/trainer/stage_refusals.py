@@ -52,15 +52,12 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
             f"{given} PackingConfig(pad_to_budget=True) was given: what passes between stages is planned without "
             "padding. Leave it out."
         )
-    if module.hparams.get("compile", "none") != "none":
+    again = any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module))
+    if layouts[trunk].tensor > 1 and again:
         raise ValueError(
-            f"{given} compile={module.hparams['compile']!r} was given, which has not been tried on stages. Leave it "
-            "out, or set pipeline to 1."
-        )
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module)):
-        raise ValueError(
-            f"{given} the model computes its layers again by itself (gradient checkpointing), where it would not find "
-            "the hidden states of the stage before. Leave recompute=True out and give the layout recompute='full'."
+            f"{given} beside tensor {layouts[trunk].tensor} the model computes its layers again by itself (gradient "
+            "checkpointing), where it would take them for those of a later microbatch. Leave recompute=True out and "
+            "give the layout recompute='full'."
         )
 
 

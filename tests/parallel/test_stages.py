@@ -60,7 +60,14 @@ class ComputesAgain(Decoder):
     """Its layers are computed again in the backward."""
 
     def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=False)
+        return checkpoint(layer, x, 0.5, use_reentrant=False)
+
+
+class ComputesFromCopies(Decoder):
+    """Its layers are computed again in the backward, from copies of what they were given."""
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=True)
 
 
 class Whole(nn.Module):
@@ -148,8 +155,16 @@ def test_blocks_that_read_more_than_hidden_states_are_refused_with_a_weight():
         run(stages_of(2, ReadsAgain), torch.arange(7))
 
 
-def test_a_model_that_computes_blocks_again_by_itself_is_told_who_does_it():
-    loss, *_ = run(stages_of(2, ComputesAgain), torch.arange(7))
+def test_a_model_that_computes_blocks_again_does_so_from_the_same_hidden_states():
+    loss, _, taken = run(stages_of(3), torch.arange(7))
+    again, _, taken_again = run(stages_of(3, ComputesAgain), torch.arange(7))
+    loss.backward()
+    again.backward()
+    torch.testing.assert_close(taken_again[-1].grad, taken[-1].grad)
+
+
+def test_one_that_does_not_know_them_is_told_who_does():
+    loss, *_ = run(stages_of(2, ComputesFromCopies), torch.arange(7))
     with pytest.raises(RuntimeError, match="recompute='full'"):
         loss.backward()
 

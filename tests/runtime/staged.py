@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import RankShard, StepBatch, StepPlan
-from flowtrain_lightning.packing.stage_entries import HIDDEN, stage_name
+from flowtrain_lightning.data.collate import PADDING_LENGTH
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
+from tests.packing.sizes import meeting_of
 from tests.runtime.interleaving import SPEC, DeliveredPool, Interleaving, NumbersCompute, Page, batch_of
 
 SPECS = {"image": SPEC, HIDDEN: SPEC}
@@ -33,6 +37,7 @@ class StageCompute(NumbersCompute):
     def microbatch_and_rows(
         self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
     ) -> tuple[Any, tuple[Tensor, ...]]:
+        self.gather("backbone", "microbatch")
         hidden = features.get(HIDDEN)
         if hidden is None:
             hidden = torch.arange(1, len(batch.tokens) + 1, dtype=torch.float64)[:, None] / 10
@@ -48,7 +53,7 @@ def with_tokens(batch: StepBatch) -> StepBatch:
     """The same with as many tokens in each microbatch as the plan says."""
     sizes = batch.plan.sizes
     filled = [
-        packed and replace(packed, tokens=torch.zeros(int(sizes.tokens[[*packed.samples]].sum()), dtype=torch.int64))
+        packed and replace(packed, tokens=torch.zeros(_tokens(sizes, packed.samples), dtype=torch.int64))
         for packed in batch.microbatches
     ]
     batch.microbatches = tuple(filled)
@@ -85,11 +90,12 @@ class StagedStep:
     Args:
         plan: the step's plan.
         stages: of the backbone.
-        colocated: every rank has an encoder and a stage; else backbone ranks come first.
+        colocated: every rank has an encoder, and the first ones a stage; else backbone ranks come first.
         kept_batches: encoder batches whose activations may be kept.
         trains: gradients go back to the encoder.
         seed: of the order in which ranks run and messages arrive.
         spare_bytes: of the pool, above those with which no order can block.
+        sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
 
     Attributes:
         executed: the passes of the ranks, in order.
@@ -106,16 +112,23 @@ class StagedStep:
         trains: bool,
         seed: int,
         spare_bytes: int = 0,
+        sharing: bool = False,
     ) -> None:
         encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
         trunk = range(stages * backbones)
-        encoder_ranks = [*trunk] if colocated else [*range(len(trunk), len(trunk) + encoders)]
-        assert len(encoder_ranks) == encoders
+        encoder_ranks = [*range(encoders)] if colocated else [*range(len(trunk), len(trunk) + encoders)]
+        assert not colocated or encoders >= len(trunk)
         pairs = {"encoder": tuple((rank, rank % backbones) for rank in trunk)} if colocated else {}
-        members = StepMembers({"encoder": encoders, "backbone": backbones}, plan.graph, colocated=pairs, stages=stages)
+        meets = {"backbone": meeting_of(backbones)} if sharing else {}
+        counts = {"encoder": encoders, "backbone": backbones}
+        members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, stages=stages)
         ranks_of: Mapping[str, Sequence[tuple[int, ...]]] = {
             "encoder": [(rank,) for rank in encoder_ranks],
-            **{stage_name("backbone", s): [(s * backbones + m,) for m in range(backbones)] for s in range(stages)},
+            **{
+                name("backbone", stage): [(stage * backbones + member,) for member in range(backbones)]
+                for name in (stage_name, slice_name)
+                for stage in range(stages)
+            },
         }
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
@@ -128,6 +141,9 @@ class StagedStep:
             own |= {"encoder": encoder_ranks.index(rank)} if rank in encoder_ranks else {}
             shard = RankShard(members, own, rank // backbones if rank in trunk else 0)
             compute = StageCompute(specs=SPECS, stage=shard.stage, stages=stages)
+            if sharing and rank in trunk:
+                peers = [shard.stage * backbones + member for member in range(backbones)]
+                compute.gather = partial(_meet, interleaving, rank, peers)
             batch = with_tokens(batch_of(plan, shard))
             training = [*(["encoder"] if trains else []), "backbone"]
             step = Step(batch, make_program(plan, shard, kept_batches), "train", 0, training)
@@ -149,6 +165,16 @@ class StagedStep:
         encoder = sum((_gradient(compute.encoder) for compute in self.computes), zero)
         of_trunk = [self.computes[rank] for rank in self._trunk]
         return [encoder] + [sum((_gradient(c.backbone) for c in of_trunk if c.stage == s), zero) for s in stages]
+
+
+def _meet(interleaving: Interleaving, rank: int, peers: Sequence[int], role: str, what: str) -> None:
+    """Ranks of a stage come to one pass of the backbone together."""
+    if role == "backbone":
+        interleaving.gather(rank, peers, what)
+
+
+def _tokens(sizes: SampleSizes, samples: Sequence[int]) -> int:
+    return int(sizes.tokens[[*samples]].sum()) if samples else PADDING_LENGTH
 
 
 def _gradient(half: Any) -> Tensor:

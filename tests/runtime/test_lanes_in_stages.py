@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import SampleSizes, StepPlan
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_planner import plan_step
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sharing_strategy, sizes_strategy
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, meeting_of, sharing_strategy, sizes_strategy
 from tests.runtime.staged import StagedStep, direct_gradients
 
 STAGES = st.integers(2, 4)
@@ -19,10 +19,14 @@ RANKS = st.integers(1, 2)
 BUDGETS = st.sampled_from([1, 30, 80, 10_000])
 EVENTS = st.integers(0, 1 << 30)
 KEPT = st.integers(0, 4)
+PLACEMENT = st.sampled_from(["separate", "colocated", "mixed"])
 
 
-def plan_of(sizes: SampleSizes, encoders: int, backbones: int, stages: int, budget: int) -> StepPlan:
-    members = StepMembers({"encoder": encoders, "backbone": backbones}, stages=stages)
+def plan_of(
+    sizes: SampleSizes, encoders: int, backbones: int, stages: int, budget: int, *, sharing: bool = False
+) -> StepPlan:
+    meets = {"backbone": meeting_of(backbones)} if sharing else {}
+    members = StepMembers({"encoder": encoders, "backbone": backbones}, meets=meets, stages=stages)
     return plan_step(sizes, np.arange(len(sizes)), members, token_budget=TOKEN_BUDGET, encoder_budget=budget)
 
 
@@ -33,15 +37,17 @@ def check(
     stages: int,
     budget: int,
     *,
-    colocated: bool = False,
+    placement: str = "separate",
+    sharing: bool = False,
     kept: int = 1,
     trains: bool = True,
     events: int = 0,
 ) -> StagedStep:
     """Runs a step in the fewest bytes that cannot block, and compares its gradients with those of one go."""
-    encoders = stages * backbones if colocated else encoders
-    plan = plan_of(sizes, encoders, backbones, stages, budget)
-    step = StagedStep(plan, stages, colocated=colocated, kept_batches=kept, trains=trains, seed=events)
+    encoders = {"separate": 0, "colocated": stages * backbones, "mixed": stages * backbones + 1}[placement] or encoders
+    plan = plan_of(sizes, encoders, backbones, stages, budget, sharing=sharing)
+    colocated = placement != "separate"
+    step = StagedStep(plan, stages, colocated=colocated, kept_batches=kept, trains=trains, seed=events, sharing=sharing)
     encoder, *of_stages = direct_gradients(plan, stages)
     expected = [encoder if trains else 0 * encoder, *of_stages]
     for found, wanted in zip(step.gradients, expected, strict=True):
@@ -51,11 +57,12 @@ def check(
 
 
 @settings(max_examples=15, deadline=None)
-@given(sizes_strategy(20), RANKS, RANKS, STAGES, BUDGETS, KEPT, st.booleans(), st.booleans(), EVENTS)
+@given(sizes_strategy(20), RANKS, RANKS, STAGES, BUDGETS, KEPT, PLACEMENT, st.booleans(), st.booleans(), EVENTS)
 def test_stages_never_block_and_lose_no_gradient(
-    sizes, encoders, backbones, stages, budget, kept, colocated, trains, events
+    sizes, encoders, backbones, stages, budget, kept, placement, sharing, trains, events
 ):
-    check(sizes, encoders, backbones, stages, budget, colocated=colocated, kept=kept, trains=trains, events=events)
+    ranks = sizes, encoders, backbones, stages, budget
+    check(*ranks, placement=placement, sharing=sharing, kept=kept, trains=trains, events=events)
 
 
 @pytest.mark.full
@@ -67,14 +74,16 @@ def test_stages_never_block_and_lose_no_gradient(
     STAGES,
     BUDGETS,
     KEPT,
+    PLACEMENT,
     st.booleans(),
     st.booleans(),
     EVENTS,
 )
 def test_neither_do_they_in_a_thousand_steps(
-    sizes, encoders, backbones, stages, budget, kept, colocated, trains, events
+    sizes, encoders, backbones, stages, budget, kept, placement, sharing, trains, events
 ):
-    check(sizes, encoders, backbones, stages, budget, colocated=colocated, kept=kept, trains=trains, events=events)
+    ranks = sizes, encoders, backbones, stages, budget
+    check(*ranks, placement=placement, sharing=sharing, kept=kept, trains=trains, events=events)
 
 
 def test_each_stage_keeps_as_many_microbatches_open_as_there_are_stages_from_it_on():

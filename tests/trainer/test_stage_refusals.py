@@ -22,12 +22,14 @@ class LateBloomer(AverageWeights):
     """A callback of the user's that derives from one."""
 
 
-def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None) -> str:
+def refused(
+    module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, tensor: int = 1
+) -> str:
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
     trainer.datamodule = data
     refuse_beside_stages({**STAGES, "backbone": Layout(2)}, module, trainer)  # all of it goes with a whole backbone
     with pytest.raises(ValueError, match=r"^The backbone has pipeline 2, but ") as error:
-        refuse_beside_stages(STAGES, module, trainer)
+        refuse_beside_stages({**STAGES, "backbone": Layout(1, tensor, pipeline=2)}, module, trainer)
     return str(error.value)
 
 
@@ -66,11 +68,8 @@ def test_padding_to_the_budget_is(module, tmp_path: Path):
     assert "PackingConfig(pad_to_budget=True) was given" in refused(module, data=data)
 
 
-def test_compiled_layers_are(module):
-    module.hparams["compile"] = "blocks"
-    assert "compile='blocks' was given" in refused(module)
-
-
-def test_a_models_own_checkpointing_is(module):
+def test_a_models_own_checkpointing_is_beside_tensor_ranks_alone(module):
     module.backbone.gradient_checkpointing = True
-    assert "give the layout recompute='full'" in refused(module)
+    assert "give the layout recompute='full'" in refused(module, tensor=2)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, module, trainer)
