@@ -8,11 +8,12 @@ stage alone holds, stand numbers that are none (NaN). So what needs them beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -37,10 +38,16 @@ class StageForward:
     Args:
         module: has the half.
         cut: the part that this stage holds.
+
+    Attributes:
+        cut: as given.
+        column: the ranks of all stages that compute on the same samples, in order of stages; None until the half is in
+            its layout.
     """
 
     def __init__(self, module: nn.Module, cut: StageCut) -> None:
         self.cut = cut
+        self.column: dist.ProcessGroup | None = None
         self._method = _Method(module)
         self._given: Tensor | None = None  # hidden states that the first block takes
         self._begun = False  # a block of this stage has run
@@ -54,6 +61,11 @@ class StageForward:
                 block = module.get_submodule(path)
                 block.forward = partial(self._pass, number, path)
                 block._compiled_call_impl = None  # nothing is left to compile
+
+    @property
+    def weights(self) -> Iterator[nn.Parameter]:
+        """All parameters of the module; what other ranks hold is on the meta device."""
+        return self._method.module.parameters()
 
     def attach(self) -> None:
         """Lets the first block of the stage take hidden states, before its layout sees them, in which it is by now."""

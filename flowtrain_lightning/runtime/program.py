@@ -202,6 +202,24 @@ class StepProgram:
         read = tuple(tuple(each for each in own if each[0] in modalities) for own in self.read_rows)
         return replace(self, roles=roles, modalities=modalities, entry_rows=encoded, read_rows=read, _sizes={})
 
+    def without(self, modality: str) -> StepProgram:
+        """The same without the rows of a modality."""
+
+        def left(batch: RankBatch) -> RankBatch:
+            made = tuple(each for each in batch.made if each.modality != modality)
+            read = tuple(each for each in batch.read if each.modality != modality)
+            rows = {name: count for name, count in batch.rows_read.items() if name != modality}
+            return replace(batch, made=made, read=read, rows_read=rows)
+
+        roles = {}
+        for role, each in self.roles.items():
+            batches = {place: left(batch) for place, batch in each.batches.items()}
+            roles[role] = replace(each, batches=batches, makes=any(batch.made for batch in batches.values()))
+        made = tuple(tuple(each for each in own if each[0] != modality) for own in self.entry_rows)
+        read = tuple(tuple(each for each in own if each[0] != modality) for own in self.read_rows)
+        left_over = tuple(name for name in self.modalities if name != modality)
+        return replace(self, roles=roles, modalities=left_over, entry_rows=made, read_rows=read, _sizes={})
+
     def pool_demand(self, specs: FeatureSpecs) -> PoolDemand:
         """The bytes that the step needs of the pool; worked out once.
 

@@ -12,8 +12,6 @@ from flowtrain_lightning.module import FlowModule
 
 _CALLBACKS = {
     "AdaptCosts": "it measures whole microbatches, of which a rank computes a stage",
-    "AverageWeights": "it has not been tried on stages",
-    "EvaluateAnswers": "answers need all layers for each new token, and a rank has those of one stage",
     "FlowReplan": "it measures whole microbatches, of which a rank computes a stage",
 }
 """Callbacks of flowtrain, and why they do not go with stages."""
@@ -34,10 +32,12 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
     if layouts[trunk].pipeline == 1:
         return
     given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
-    if trainer.state.fn == TrainerFn.PREDICTING:
+    answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if (trainer.state.fn == TrainerFn.PREDICTING or answers) and (own := _own_generation(module)):
         raise ValueError(
-            f"{given} predictions need all layers for each new token, and a rank has those of one stage. Predict on a "
-            "layout without a pipeline; checkpoints load into every layout."
+            f"{given} {type(module).__name__} defines {own}, and predictions need all layers for each token, where a "
+            f"rank has those of one stage. Leave {own} to the package, whose stages take part in each forward, or "
+            "predict on a layout without a pipeline; checkpoints load into every layout."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
@@ -59,6 +59,14 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
             "checkpointing), where it would take them for those of a later microbatch. Leave recompute=True out and "
             "give the layout recompute='full'."
         )
+
+
+def _own_generation(module: FlowModule) -> str:
+    """The method of the user's that generates, where it is not one of this package's; else nothing."""
+    for name in ("generate", "backbone_step"):
+        if not getattr(type(module), name).__module__.startswith("flowtrain_lightning."):
+            return name
+    return ""
 
 
 def _trunk_parts(module: FlowModule) -> list[object]:

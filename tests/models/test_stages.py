@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.models.test_layouts import assert_equal
 
 pytest.importorskip("transformers")
 
-STAGES = "1+2"
+STAGES, OF_TWO_RANKS = "1+2", "1+4"
 SAVED = 2
 """Steps before the checkpoint from which runs go on."""
 
@@ -28,11 +29,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     write_steps(folder / "data")
 
     @cache
-    def trained(family: str, layout: str, resumes: str = "") -> Path:
-        name = f"{family} {layout} {resumes and 'after '}{resumes}"
-        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED}
-        if layout == STAGES:
-            arguments["roles"] = {"backbone": {"pipeline": 2}}
+    def trained(family: str, layout: str, resumes: str = "", degree: str = "", **settings: Any) -> Path:
+        more = [degree, *(f"{name} {value}" for name, value in settings.items())]
+        name = " ".join(filter(None, (family, layout, resumes and f"after {resumes}", *more)))
+        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED, **settings}
+        if layout in (STAGES, OF_TWO_RANKS):
+            arguments["roles"] = {"backbone": {"pipeline": 2, **({degree: 2} if degree else {})}}
         if resumes:
             arguments["resumes"] = str(trained(family, resumes) / "middle.ckpt")
         return (
@@ -56,6 +58,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 )
 def test_a_decoder_in_two_stages_learns_what_one_process_does(trained, family):
     assert_equal(*(read_run(trained(family, each)) for each in (STAGES, "auto")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "degree"), [("qwen3_vl", "tensor"), ("qwen2_vl, tied", "tensor"), ("qwen3_vl", "context")]
+)
+def test_so_do_stages_whose_ranks_share_layers_or_sequences(trained, family, degree):
+    assert_equal(read_run(trained(family, OF_TWO_RANKS, degree=degree)), read_run(trained(family, "auto")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2_vl, tied", {"recompute": True}),
+        ("qwen3_vl", {"recompute": "selective"}),
+        ("qwen2_vl, tied", {"compile": "blocks"}),
+    ],
+)
+def test_so_does_one_that_computes_its_layers_again_or_compiles_them(trained, family, settings):
+    assert_equal(read_run(trained(family, STAGES, **settings)), read_run(trained(family, "auto")))
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
 from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.callbacks import AdaptCosts, AverageWeights, EvaluateAnswers, FlowReplan
+from flowtrain_lightning.callbacks import AdaptCosts, EvaluateAnswers, FlowReplan
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
 from tests.tiny import TinyVLM, tiny_data, write_records
@@ -18,13 +18,11 @@ from tests.tiny import TinyVLM, tiny_data, write_records
 STAGES = {"encoder": Layout(1), "backbone": Layout(1, pipeline=2)}
 
 
-class LateBloomer(AverageWeights):
+class LateBloomer(FlowReplan):
     """A callback of the user's that derives from one."""
 
 
-def refused(
-    module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, tensor: int = 1
-) -> str:
+def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, tensor: int = 1) -> str:
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
     trainer.datamodule = data
     refuse_beside_stages({**STAGES, "backbone": Layout(2)}, module, trainer)  # all of it goes with a whole backbone
@@ -44,18 +42,24 @@ def test_nothing_else_is(module):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     refuse_beside_stages(STAGES, module, trainer)
     trainer.state.fn = TrainerFn.PREDICTING
-    with pytest.raises(ValueError, match="predictions need all layers for each new token"):
-        refuse_beside_stages(STAGES, module, trainer)
+    refuse_beside_stages(STAGES, module, trainer)
+
+
+@pytest.mark.parametrize("name", ["generate", "backbone_step"])
+def test_generation_by_methods_of_the_users_is(name: str):
+    own = type("Own", (TinyVLM,), {name: lambda self, *_: None})()
+    own.configure_model()
+    assert f"Own defines {name}, and predictions need all layers" in refused(own, [EvaluateAnswers()])
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, own, trainer)
 
 
 @pytest.mark.parametrize(
     ("callback", "name"),
     [
         (AdaptCosts(), "AdaptCosts"),
-        (AverageWeights(), "AverageWeights"),
-        (EvaluateAnswers(), "EvaluateAnswers"),
         (FlowReplan(), "FlowReplan"),
-        (LateBloomer(), "AverageWeights"),
+        (LateBloomer(), "FlowReplan"),
     ],
 )
 def test_callbacks_that_need_whole_microbatches_or_layers_are(module, callback: L.Callback, name: str):
