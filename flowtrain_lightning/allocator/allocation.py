@@ -136,6 +136,7 @@ class Allocation:
             meets=self.meets,
             producers_per_rank=max(works.values()),
             stages=self.layouts[self.trunk].pipeline,
+            virtual=self.layouts[self.trunk].virtual,
             slices=self.layouts[self.trunk].context,
         )
 

@@ -35,13 +35,14 @@ class StageStep:
         self._exchange = exchange
         forward.attach()
 
-    def __call__(self, batch: PackedBatch, features: Features, stage: str) -> Any:
+    def __call__(self, batch: PackedBatch, features: Features, stage: str, chunk: int = 0) -> Any:
         """One microbatch.
 
         Args:
             batch: the microbatch.
             features: those of its media, and under ``HIDDEN`` the hidden states of the stage before.
             stage: of the Trainer.
+            chunk: which blocks of the stage.
 
         Returns:
             ``[own tokens, width]`` hidden states for the next stage, or on the last stage what the user's method
@@ -50,8 +51,8 @@ class StageStep:
         Raises:
             ValueError: blocks do not give one row for each token.
         """
-        found = self._run(batch, features, stage)
-        if self._forward.cut.is_last:
+        found = self._run(batch, features, stage, chunk)
+        if self.ends_in(chunk):
             return found
         tokens = len(batch.tokens) if self._exchange is None else self._exchange.own_tokens
         if found.numel() != tokens * found.shape[-1]:
@@ -61,12 +62,17 @@ class StageStep:
             )
         return found.reshape(tokens, found.shape[-1])
 
-    def on_trial(self, batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
+    def ends_in(self, chunk: int) -> bool:
+        """Whether these blocks of the stage are the last ones, behind which the loss is computed."""
+        return self._forward.cut.ends_in(chunk)
+
+    def on_trial(self, batch: PackedBatch, features: Features, chunk: int) -> tuple[Tensor, Any]:
         """A piece of a microbatch by itself, for `ContextCheck`: context ranks share it, or each computes all of it.
 
         Args:
             batch: the piece.
             features: as they are given to the stage, the hidden states of all tokens.
+            chunk: which blocks of the stage.
 
         Returns:
             on the last stage what the user's method returns, on others a sum over what the stage makes of each token,
@@ -77,18 +83,18 @@ class StageStep:
                 summed = with_summed_gradients({HIDDEN: hidden})[HIDDEN]
                 assert isinstance(summed, Tensor)
                 features = {**features, HIDDEN: hidden if own is None else summed[own]}
-        found = self._run(batch, features, "train")
-        if self._forward.cut.is_last:
+        found = self._run(batch, features, "train", chunk)
+        if self.ends_in(chunk):
             pair: tuple[Tensor, Any] = found
             return pair
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
         return wide.square().sum(), found.numel() // found.shape[-1]
 
-    def _run(self, batch: PackedBatch, features: Features, stage: str) -> Any:
+    def _run(self, batch: PackedBatch, features: Features, stage: str, chunk: int) -> Any:
         given = features.get(HIDDEN)
         assert given is None or isinstance(given, Tensor)
         others = {name: tensors for name, tensors in features.items() if name != HIDDEN}
-        return self._forward(self._method, given, batch, others, stage)
+        return self._forward(self._method, given, batch, others, stage, chunk=chunk)
 
 
 def where_stages_look(name: str, stage: HeldStage) -> str:

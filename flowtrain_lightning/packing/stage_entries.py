@@ -26,8 +26,8 @@ def hidden_entry(plan: StepPlan, stages: int, stage: int, slice_member: int, num
 
     Args:
         plan: of the step.
-        stages: of the trunk.
-        stage: that makes them.
+        stages: of the trunk, virtual ones counted.
+        stage: that makes them, among these.
         slice_member: member of the trunk, counted with its context ranks.
         number: of the microbatch.
     """

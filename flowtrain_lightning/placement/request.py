@@ -254,6 +254,8 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
             f"{given} in a pipeline the ranks of a stage hold whole copies of its layers, or shards of FSDP2. Leave "
             "expert and other shards out."
         )
+    if layout.virtual > 1 and allocation.placement != "separate":
+        return f"{given} virtual stages run in the placement separate today, not in {allocation.placement}."
     if allocation.placement != "separate":
         for producer in allocation.producers:
             if allocation.layouts[producer].meets.binds:

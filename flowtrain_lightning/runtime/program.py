@@ -76,6 +76,7 @@ class RankBatch:
         read: those that it reads, in the order in which their makers put them.
         rows_read: modality -> rows in all, in the order in which its media items appear in the batch.
         recomputes: nothing is kept of its forward, which runs again before its backward.
+        chunk: which run of layers of this rank's stage computes it.
     """
 
     number: int
@@ -83,6 +84,7 @@ class RankBatch:
     read: tuple[ReadEntry, ...] = ()
     rows_read: Mapping[str, int] = field(default_factory=dict)
     recomputes: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True)

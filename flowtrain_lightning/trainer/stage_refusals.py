@@ -33,7 +33,13 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
         return
     given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
     answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if (trainer.state.fn == TrainerFn.PREDICTING or answers) and (own := _own_generation(module)):
+    generates = trainer.state.fn == TrainerFn.PREDICTING or answers
+    if generates and layouts[trunk].virtual > 1:
+        raise ValueError(
+            f"{given} virtual {layouts[trunk].virtual}, and predictions go through each stage once. Set virtual to 1 "
+            "for them; checkpoints load into every layout."
+        )
+    if generates and (own := _own_generation(module)):
         raise ValueError(
             f"{given} {type(module).__name__} defines {own}, and predictions need all layers for each token, where a "
             f"rank has those of one stage. Leave {own} to the package, whose stages take part in each forward, or "
@@ -51,6 +57,11 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
         raise ValueError(
             f"{given} PackingConfig(pad_to_budget=True) was given: what passes between stages is planned without "
             "padding. Leave it out."
+        )
+    if module.hparams.get("compile", "none") != "none":
+        raise ValueError(
+            f"{given} compile={module.hparams['compile']!r} was given, which has not been tried on stages. Leave it "
+            "out, or set pipeline to 1."
         )
     again = any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module))
     if layouts[trunk].tensor > 1 and again:

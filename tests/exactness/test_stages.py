@@ -28,6 +28,7 @@ LONG = [
 ]
 TENSOR = {**PIPELINE, "tensor": 2}
 CONTEXT = {**PIPELINE, "context": 2}
+VIRTUAL = {**PIPELINE, "virtual": 2}
 HSDP = {**PIPELINE, "shard": "fsdp", "replicas": 2}
 LONG += [
     Case("1+4", {"backbone": TENSOR}, clip=0.2, kind="divided", data=CUT),
@@ -41,6 +42,10 @@ LONG += [
     Case("1+4", {"backbone": {**CONTEXT, "recompute": "full"}}, clip=0.2, kind="divided", data=CUT),
     Case("1+8", {"backbone": {**CONTEXT, "tensor": 2}}, "32-true", kind="divided tokens"),
     Case("colocated 4", {"backbone": {**CONTEXT, "shard": "fsdp"}}, clip=0.2, kind="divided"),
+    Case("1+2", {"backbone": VIRTUAL}, clip=0.2, data=CUT),
+    Case("2+4", {"backbone": {**VIRTUAL, "shard": "fsdp", "recompute": "full"}}, "32-true", data=CUT),
+    Case("1+4", {"backbone": {**VIRTUAL, "context": 2}}, clip=0.2, kind="four divided blocks"),
+    Case("1+4", {"backbone": {"pipeline": 4}}, "32-true", data={"token_budget": 4096}),  # one microbatch
     Case("mixed 1+4", {"backbone": {**PIPELINE, "shard": "fsdp"}}, "32-true", {"encoder_activations": 1}),
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [

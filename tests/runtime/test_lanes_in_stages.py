@@ -38,6 +38,7 @@ def check(
     budget: int,
     *,
     placement: str = "separate",
+    virtual: int = 1,
     sharing: bool = False,
     kept: int = 1,
     trains: bool = True,
@@ -46,9 +47,9 @@ def check(
     """Runs a step in the fewest bytes that cannot block, and compares its gradients with those of one go."""
     encoders = {"separate": 0, "colocated": stages * backbones, "mixed": stages * backbones + 1}[placement] or encoders
     plan = plan_of(sizes, encoders, backbones, stages, budget, sharing=sharing)
-    colocated = placement != "separate"
-    step = StagedStep(plan, stages, colocated=colocated, kept_batches=kept, trains=trains, seed=events, sharing=sharing)
-    encoder, *of_stages = direct_gradients(plan, stages)
+    how = {"colocated": placement != "separate", "virtual": virtual, "sharing": sharing}
+    step = StagedStep(plan, stages, kept_batches=kept, trains=trains, seed=events, **how)
+    encoder, *of_stages = direct_gradients(plan, stages * virtual)
     expected = [encoder if trains else 0 * encoder, *of_stages]
     for found, wanted in zip(step.gradients, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
@@ -84,6 +85,33 @@ def test_neither_do_they_in_a_thousand_steps(
 ):
     ranks = sizes, encoders, backbones, stages, budget
     check(*ranks, placement=placement, sharing=sharing, kept=kept, trains=trains, events=events)
+
+
+@settings(max_examples=10, deadline=None)
+@given(sizes_strategy(20), RANKS, RANKS, STAGES, BUDGETS, KEPT, st.integers(2, 3), st.booleans(), EVENTS)
+def test_virtual_stages_never_block_either(sizes, encoders, backbones, stages, budget, kept, virtual, sharing, events):
+    check(sizes, encoders, backbones, stages, budget, kept=kept, virtual=virtual, sharing=sharing, events=events)
+
+
+@pytest.mark.full
+@settings(max_examples=500, deadline=None)
+@given(
+    sizes_strategy(20) | sharing_strategy(),
+    RANKS,
+    RANKS,
+    STAGES,
+    BUDGETS,
+    KEPT,
+    st.integers(2, 3),
+    st.booleans(),
+    st.booleans(),
+    EVENTS,
+)
+def test_neither_do_they_in_five_hundred_steps(
+    sizes, encoders, backbones, stages, budget, kept, virtual, sharing, trains, events
+):
+    ranks = sizes, encoders, backbones, stages, budget
+    check(*ranks, kept=kept, virtual=virtual, sharing=sharing, trains=trains, events=events)
 
 
 def test_each_stage_keeps_as_many_microbatches_open_as_there_are_stages_from_it_on():

@@ -22,12 +22,12 @@ class LateBloomer(FlowReplan):
     """A callback of the user's that derives from one."""
 
 
-def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, tensor: int = 1) -> str:
+def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, **degrees: int) -> str:
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
     trainer.datamodule = data
     refuse_beside_stages({**STAGES, "backbone": Layout(2)}, module, trainer)  # all of it goes with a whole backbone
     with pytest.raises(ValueError, match=r"^The backbone has pipeline 2, but ") as error:
-        refuse_beside_stages({**STAGES, "backbone": Layout(1, tensor, pipeline=2)}, module, trainer)
+        refuse_beside_stages({**STAGES, "backbone": Layout(1, pipeline=2, **degrees)}, module, trainer)
     return str(error.value)
 
 
@@ -70,6 +70,15 @@ def test_padding_to_the_budget_is(module, tmp_path: Path):
     write_records(tmp_path, 2)
     data = tiny_data(tmp_path, packing=PackingConfig(pad_to_budget=True))
     assert "PackingConfig(pad_to_budget=True) was given" in refused(module, data=data)
+
+
+def test_compiled_layers_are(module):
+    module.hparams["compile"] = "blocks"
+    assert "compile='blocks' was given" in refused(module)
+
+
+def test_predictions_in_virtual_stages_are(module):
+    assert "virtual 2, and predictions go through each stage once" in refused(module, [EvaluateAnswers()], virtual=2)
 
 
 def test_a_models_own_checkpointing_is_beside_tensor_ranks_alone(module):
