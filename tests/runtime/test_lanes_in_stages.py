@@ -120,12 +120,15 @@ def test_each_stage_keeps_as_many_microbatches_open_as_there_are_stages_from_it_
     assert orders == ["f0 f1 f2 b0 f3 b1 b2 b3", "f0 f1 b0 f2 b1 f3 b2 b3", "f0 b0 f1 b1 f2 b2 f3 b3"]
 
 
-def test_fewer_microbatches_than_stages_pass_through_all_of_them():
-    step = check(make_sizes((60, [10])), 1, 1, 4, 10_000)
-    assert [list(ran["backbone"]) for ran in step.executed[:4]] == [["forward 0", "backward 0"]] * 4
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_fewer_microbatches_than_stages_pass_through_all_of_them(virtual):
+    step = check(make_sizes((60, [10])), 1, 1, 4, 10_000, virtual=virtual)
+    there, back = ([f"{kind} {place}" for place in range(virtual)] for kind in ("forward", "backward"))
+    assert [list(ran["backbone"]) for ran in step.executed[:4]] == [[*there, *reversed(back)]] * 4
 
 
-def test_gradients_are_the_same_bits_in_every_order_of_events():
+@pytest.mark.parametrize("virtual", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_gradients_are_the_same_bits_in_every_order_of_events(virtual):
     sizes = make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 6)
-    found = [check(sizes, 2, 2, 3, 30, events=events).gradients for events in range(10)]
+    found = [check(sizes, 2, 2, 3, 30, virtual=virtual, events=events).gradients for events in range(10)]
     assert all(torch.equal(*pair) for step in found for pair in zip(step, found[0], strict=True))
