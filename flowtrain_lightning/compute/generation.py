@@ -70,8 +70,8 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     return list(zip(batch.samples, generated, strict=True))
 
 
-def _scores(module: GeneratingModule, backbone: nn.Module, batch: PackedBatch, features: Features) -> Tensor:
-    return module.logits(backbone(**module.merge(batch, features)))
+def _scores(module: GeneratingModule, half: nn.Module, batch: PackedBatch, features: Features) -> Tensor:
+    return module.logits(half(**module.merge(batch, features)))
 
 
 def _likeliest(last: Tensor, logits: Tensor) -> Tensor:

@@ -44,15 +44,15 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
         members: of all roles.
         stage: of the trunk; encoders go by the first, which is the last to give gradients.
     """
+    count = len(plan.microbatches[0])
     if members.virtual > 1:
-        of_stage = virtual_stage_orders(len(plan.microbatches[0]), members.stages, members.virtual)[stage]
+        of_stage = virtual_stage_orders(count, members.stages, members.virtual)[stage]
         return _with_answers((each.kind, each.position) for each in of_stage if each.chunk == 0)
     if members.stages > 1:
-        every = range(len(plan.microbatches[0]))
-        return _with_answers(in_order(len(every), every, members.stages - stage))
+        return _with_answers(in_order(count, range(count), members.stages - stage))
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
     shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
-    return _with_answers(in_order(len(plan.microbatches[0]), read, 1 if shared else _OPEN))
+    return _with_answers(in_order(count, read, 1 if shared else _OPEN))
 
 
 def _with_answers(order: Iterable[Pass]) -> TrunkOrder:
