@@ -136,6 +136,8 @@ class Allocation:
             meets=self.meets,
             producers_per_rank=max(works.values()),
             stages=self.layouts[self.trunk].pipeline,
+            virtual=self.layouts[self.trunk].virtual,
+            slices=self.layouts[self.trunk].context,
         )
 
     @property
@@ -189,6 +191,11 @@ class Allocation:
         """The stage of ``role`` whose layers global ``rank`` holds; 0 where it has no lane for the role."""
         within = self.rank_within(role, rank)
         return 0 if within is None else within * self.layouts[role].pipeline // len(self.ranks[role])
+
+    def slice_of(self, role: str, rank: int) -> int:
+        """Which of the context ranks of its member global ``rank`` is; 0 where it has no lane for the role."""
+        within, layout = self.rank_within(role, rank) or 0, self.layouts[role]
+        return within // layout.tensor % layout.context
 
     def member_of(self, role: str, rank: int) -> int | None:
         """The data-parallel member of ``role`` that global ``rank`` belongs to, or None where it has no lane for it."""

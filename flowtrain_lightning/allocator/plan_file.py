@@ -65,7 +65,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         degrees = {name: degree for name, degree in layout.degrees.items() if degree > 1 or name == "data"}
         replicas = {"replicas": layout.replicas} if layout.replicas > 1 else {}
         experts = {"expert": layout.expert} if layout.expert > 1 else {}
-        shared = {**degrees, **experts, "shard": layout.shard, **replicas}
+        virtual = {"virtual": layout.virtual} if layout.virtual > 1 else {}
+        shared = {**degrees, **virtual, **experts, "shard": layout.shard, **replicas}
         roles[role] = {"layout": shared, "ranks": number_spans(allocation.ranks[role])}
         if role in allocation.recompute:
             roles[role]["recompute"] = allocation.recompute[role]

@@ -48,6 +48,7 @@ class Layout:
         replicas: groups into which the data-parallel ranks are divided, neighbours together. Weights are sharded
             within a group, and every group holds all of them (HSDP); 1 shards over all.
         expert: neighbouring data ranks among which the experts of a mixture are divided.
+        virtual: runs of layers that each stage of a pipeline holds, interleaved with those of the others.
 
     Raises:
         AllocationError: a degree below 1, an unknown ``shard``, or groups of unequal size.
@@ -60,11 +61,17 @@ class Layout:
     shard: Sharding = "replicate"
     replicas: int = 1
     expert: int = 1
+    virtual: int = 1
 
     def __post_init__(self) -> None:
-        for name, degree in {**self.degrees, "expert": self.expert}.items():
+        for name, degree in {**self.degrees, "expert": self.expert, "virtual": self.virtual}.items():
             if degree < 1:
                 raise AllocationError(f"The {name} degree of a layout is {degree}; it must be at least 1.")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise AllocationError(
+                f"A layout has virtual {self.virtual}, but pipeline 1: the stages of a pipeline hold several runs of "
+                "layers each. Set pipeline to 2 or more, or leave virtual out."
+            )
         if self.shard not in get_args(Sharding):
             known = ", ".join(repr(name) for name in get_args(Sharding))
             raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
@@ -165,7 +172,8 @@ class Layout:
         degrees = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1 or name == "data"]
         replicas = [f"{self.replicas} replicas"] if self.replicas > 1 else []
         experts = [f"expert {self.expert}"] if self.expert > 1 else []
-        return ", ".join([*degrees, *experts, self.shard, *replicas])
+        virtual = [f"virtual {self.virtual}"] if self.virtual > 1 else []
+        return ", ".join([*degrees, *virtual, *experts, self.shard, *replicas])
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,7 @@ class RoleLayout:
         pipeline: stages, each of some of the layers, see `Layout`.
         context: ranks that share every sequence, see `Layout`.
         expert: data ranks among which a mixture's experts are divided, see `Layout`.
+        virtual: runs of layers of each stage, see `Layout`.
         offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
             only with DeepSpeed.
 
@@ -194,10 +203,11 @@ class RoleLayout:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    virtual: int = 1
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("replicas", "tensor", "pipeline", "context", "expert"), 1)
+        least = dict.fromkeys(("replicas", "tensor", "pipeline", "context", "expert", "virtual"), 1)
         check_settings(self, least=least, error=AllocationError)
 
     def over(self, ranks: int) -> Layout:
@@ -221,6 +231,7 @@ class RoleLayout:
             shard=self.shard,
             replicas=self.replicas,
             expert=self.expert,
+            virtual=self.virtual,
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -21,14 +21,13 @@ from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
 from flowtrain_lightning.compute.stage_step import StageStep, where_stages_look
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
+from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
-from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.parallel.random_streams import enter_stream
-from flowtrain_lightning.parallel.stage_forward import StageForward
 
 _COPY_STREAMS = 4
 _NOTHING = nullcontext()
@@ -38,29 +37,6 @@ _Packed = TypeVar("_Packed", PackedMedia, PackedBatch, PackedTargets)
 def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
     """Features as ``merge`` gets them: a tensor, or a tuple where the encoder returned several."""
     return {modality: tensors[0] if len(tensors) == 1 else tensors}
-
-
-class UserMethods(HalvedModule, Protocol):
-    """The methods of the user's module that a step calls; `FlowModule` has them."""
-
-    @property
-    def staged(self) -> StageForward | None:
-        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
-
-    def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
-        """Packed media of one modality -> features."""
-
-    def backbone_step(self, batch: PackedBatch, features: Features, stage: str) -> Any:
-        """One microbatch -> summed loss and number of target tokens, or a prediction."""
-
-    def generator_loss(self, items: PackedTargets, condition: Any) -> tuple[Tensor, int | Tensor]:
-        """Items to be generated, and rows of the backbone's outputs -> summed loss and number of values."""
-
-    def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
-        """Inside, ``log`` collects into ``metrics``."""
-
-    def logging_refused(self, where: str) -> AbstractContextManager[None]:
-        """Inside, ``log`` raises."""
 
 
 class Compute:
@@ -110,10 +86,12 @@ class Compute:
         self._convert_input = trainer.precision_plugin.convert_input
         self._trunk = module.role_graph.trunk
         self._generated = module.role_graph.generated
+        engine, staged = engines.get(self._trunk), module.staged
+        self._exchange = engine.exchange if isinstance(engine, ContextParallelHalf) else None
+        self._stage = None if staged is None else StageStep(module.backbone_step, staged, self._exchange)
+        self._backbone_step = self._stage or module.backbone_step
+        self._chunk_on_trial = 0
         self._context_check = self._make_context_check()
-        staged = module.staged
-        self._backbone_step = module.backbone_step if staged is None else StageStep(module.backbone_step, staged)
-        self._hands_on = staged is not None and not staged.cut.is_last
         self._kept = KeptFeatures(module)
 
     def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
@@ -181,11 +159,13 @@ class Compute:
         step: tuple[int, int],
         number: int,
         counts: bool = True,
+        chunk: int = 0,
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """The user's ``backbone_step``: the summed loss, or what it returns for predictions; and rows that others read.
 
         The loss, its target tokens and the logged values go into the stage's metrics; the loss is returned to be
-        differentiated.
+        differentiated. Of a stage ``chunk`` says which blocks compute; where they are not the last, rows are hidden
+        states.
 
         Raises:
             TypeError: a step with a loss returned something else than one summed loss and a number of tokens, and rows
@@ -201,8 +181,9 @@ class Compute:
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
         metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
         with self._module.logging_into(metrics):
-            output = self._call(self._trunk, self._backbone_step, batch, features, stage)
-        if self._hands_on:
+            which = () if self._stage is None else (chunk,)
+            output = self._call(self._trunk, self._backbone_step, batch, features, stage, *which)
+        if self._stage is not None and not self._stage.ends_in(chunk):
             return None, self._checked_width((output,), HIDDEN, "backbone_step has hidden states")
         rows = self._checked_rows(output, batch) if self._generated else ()
         loss, tokens = self._checked(output[:2] if rows else output)
@@ -246,14 +227,20 @@ class Compute:
         metrics.close_microbatch(loss, count)
         return loss
 
-    def check_context(self, batch: PackedBatch, features: Features) -> None:
+    def check_context(self, batch: PackedBatch, features: Features, chunk: int = 0) -> None:
         """Before the first microbatch of a step that trains: context ranks compute what one rank does.
 
         Raises:
             ContextError: in the first steps, they do not.
         """
-        if self._context_check is not None:
-            self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
+        if self._context_check is None:
+            return
+        self._chunk_on_trial = chunk
+        if isinstance(hidden := features.get(HIDDEN), Tensor):
+            assert self._exchange is not None
+            rows = self._exchange.gathered(hidden, len(batch.tokens)).requires_grad_(hidden.requires_grad)
+            features = {**features, HIDDEN: rows}
+        self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
 
     def _make_context_check(self) -> ContextCheck | None:
         engine = self._engines.get(self._trunk)
@@ -262,6 +249,8 @@ class Compute:
 
         def step(batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
             with self._module.logging_into(MetricAccumulator()):
+                if self._stage is not None:
+                    return self._checked(self._stage.on_trial(batch, features, self._chunk_on_trial))
                 return self._checked(self._module.backbone_step(batch, features, "train"))
 
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]

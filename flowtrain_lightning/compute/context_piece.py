@@ -52,8 +52,9 @@ def _section(batch: PackedBatch, features: Features, start: int, stop: int) -> t
     labels[bounds[1:].long() - 1] = IGNORED_LABEL  # of a sequence that was cut; of whole ones it is
     inside = {name: (places >= start) & (places < stop) for name, places in batch.media_positions.items()}
     positions = {name: places[inside[name]] - start for name, places in batch.media_positions.items()}
+    taken = {name: inside.get(name, own) for name in features}  # what is of no modality has a row for each token
     kept = {
-        name: tuple(each[inside[name]] for each in rows) if isinstance(rows, tuple) else rows[inside[name]]
+        name: tuple(each[taken[name]] for each in rows) if isinstance(rows, tuple) else rows[taken[name]]
         for name, rows in features.items()
     }
     piece = replace(

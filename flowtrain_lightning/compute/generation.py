@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
 from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
 from flowtrain_lightning.parallel.experts import exchange_of
 from flowtrain_lightning.parallel.halves import HalvedModule
+from flowtrain_lightning.parallel.stage_forward import StageForward
+from flowtrain_lightning.parallel.stage_relay import StageRelay
 
 
 class GeneratingModule(HalvedModule, Protocol):
@@ -20,6 +23,10 @@ class GeneratingModule(HalvedModule, Protocol):
 
     max_new_tokens: int
     end_token: int | None
+
+    @property
+    def staged(self) -> StageForward | None:
+        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """Token embeddings and features -> the backbone's keyword arguments."""
@@ -43,14 +50,16 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))
     others_wait = _needs_others(backbone)
+    relay = None if module.staged is None else StageRelay(module.staged)
     for _ in range(module.max_new_tokens):
         if not open_sequences and not others_wait:
             break
-        logits = module.logits(backbone(**module.merge(batch, features)))
+        last = batch.cu_seqlens[1 : sequences + 1].long() - 1
+        scores = partial(_scores, module, backbone, batch, features)
+        choose = partial(_likeliest, last)
+        likeliest = (choose(scores()) if relay is None else relay(scores, choose, len(batch.tokens))).tolist()
         if not open_sequences:
             continue
-        last = batch.cu_seqlens[1 : sequences + 1].long() - 1
-        likeliest = logits[last].argmax(dim=-1).tolist()
         for sequence in sorted(open_sequences):
             if likeliest[sequence] == module.end_token:
                 open_sequences.discard(sequence)
@@ -59,6 +68,14 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
         if open_sequences:
             batch = _append(batch, torch.tensor(likeliest, device=batch.tokens.device))
     return list(zip(batch.samples, generated, strict=True))
+
+
+def _scores(module: GeneratingModule, half: nn.Module, batch: PackedBatch, features: Features) -> Tensor:
+    return module.logits(half(**module.merge(batch, features)))
+
+
+def _likeliest(last: Tensor, logits: Tensor) -> Tensor:
+    return logits[last].argmax(dim=-1)
 
 
 def _needs_others(half: nn.Module) -> bool:

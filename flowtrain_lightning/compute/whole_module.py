@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.compute.compute import Compute, UserMethods, as_features
+from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.compute.expert_padding import refuse_padding_beside_balance
 from flowtrain_lightning.compute.joint_losses import JointLosses, WeighedModule
 from flowtrain_lightning.compute.shared_features import SharedFeatures
 from flowtrain_lightning.compute.step_metrics import StepReport
+from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.data import Features, PackedTargets, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
 from flowtrain_lightning.parallel.expert_counts import balance_experts, counting_choices

@@ -31,11 +31,13 @@ class RankShard:
         members: of all roles.
         own: role of this rank -> the member to which it belongs. Ranks of one member load the same.
         stage: of the trunk, whose layers this rank holds, if it has that role.
+        slice: which of the trunk's ranks it is that have some of its member's tokens each.
     """
 
     members: StepMembers
     own: Mapping[str, int]
     stage: int = 0
+    slice: int = 0
 
     @property
     def encodes(self) -> tuple[str, ...]:

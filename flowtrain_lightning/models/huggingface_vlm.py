@@ -343,12 +343,14 @@ class HuggingFaceVLM(ReadingModule):
     def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
         """Greedy continuation of every sequence, by ``transformers``' own ``generate`` with its cache.
 
-        Where that cannot take what ``merge`` gives (Qwen3-VL's images, Gemma 3) or ranks share weights, the whole
-        sequences are computed anew for every token, with the same result.
+        Where that cannot take what ``merge`` gives (Qwen3-VL's images, Gemma 3), ranks share weights, or each holds a
+        stage, the whole sequences are computed anew for every token, with the same result.
 
         Returns:
             data set index and new token ids of every sequence.
         """
+        if self.staged is not None:
+            return super().generate(batch, features)
         arguments = self.merge(batch, features)
         if not takes_cache(self._text, batch, arguments):
             return super().generate(batch, features)

@@ -1,4 +1,7 @@
-"""Names and numbers of what passes between the stages of a trunk: the hidden states of each microbatch."""
+"""Names, numbers and rows of what passes between the stages of a trunk: the hidden states of each microbatch.
+
+Where context ranks share sequences, each hands on the rows of its tokens to the one that has them in the next stage.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,19 @@ def stage_names(role: str, stages: int) -> tuple[str, ...]:
     return tuple(stage_name(role, stage) for stage in range(stages if stages > 1 else 0))
 
 
-def hidden_entry(plan: StepPlan, stages: int, stage: int, member: int, number: int) -> int:
-    """The number of the entry of a microbatch's hidden states, behind those of the plan.
+def slice_name(role: str, stage: int) -> str:
+    """The same of those ranks of a stage that have the same tokens; there is such a member for each context rank."""
+    return f"{stage_name(role, stage)}, slices"
+
+
+def hidden_entry(plan: StepPlan, stages: int, stage: int, slice_member: int, number: int) -> int:
+    """The number of the entry of hidden states of a microbatch, behind those of the plan.
 
     Args:
         plan: of the step.
-        stages: of the trunk.
-        stage: that makes them.
-        member: of the trunk.
+        stages: of the trunk, virtual ones counted.
+        stage: that makes them, among these.
+        slice_member: member of the trunk, counted with its context ranks.
         number: of the microbatch.
     """
-    return len(plan.entries) + (member * len(plan.microbatches[0]) + number) * (stages - 1) + stage
+    return len(plan.entries) + (slice_member * len(plan.microbatches[0]) + number) * (stages - 1) + stage

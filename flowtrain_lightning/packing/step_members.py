@@ -27,6 +27,8 @@ class StepMembers:
         local: every rank encodes just the media that it reads (plain Lightning).
         producers_per_rank: for how many roles that encode a rank works at most.
         stages: how many stages the trunk has, each of some of its layers.
+        virtual: runs of layers that each stage has.
+        slices: how many ranks of a member of the trunk have some of its tokens each (context ranks).
     """
 
     counts: Mapping[str, int]
@@ -37,6 +39,8 @@ class StepMembers:
     local: bool = False
     producers_per_rank: int = 1
     stages: int = 1
+    virtual: int = 1
+    slices: int = 1
 
     @property
     def trunk(self) -> str:

@@ -76,11 +76,15 @@ class ContextParallelHalf:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs one forward, in which `shared_tokens` shares a microbatch."""
         with _offering(self.exchange):
-            return self._across.call(function, *args)
+            result = self._across.call(function, *args)
+        for output in result if isinstance(result, tuple) else (result,):
+            if isinstance(output, Tensor) and output.requires_grad:  # others may be shared before its backward
+                output.register_hook(self.exchange.resuming())  # type: ignore[no-untyped-call]
+        return result
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Inside, one backward runs, of the microbatch that was shared last."""
+        """Inside, one backward runs, of a microbatch that was shared."""
         with self._across.backward(last=last), attending_by(self.exchange):  # what is computed again attends again
             yield
 
@@ -147,6 +151,12 @@ class ContextParallelHalf:
         return self._across.squared_norm(gradients)
 
 
+def slices_of(tokens: int, ranks: int) -> list[int]:
+    """Tokens of each of so many context ranks; their numbers differ by one at most."""
+    each, more = divmod(tokens, ranks)
+    return [each + (rank < more) for rank in range(ranks)]
+
+
 class HeadExchange:
     """Attention of context ranks: every rank gives its tokens away and gets all tokens of its share of the heads.
 
@@ -167,10 +177,29 @@ class HeadExchange:
 
     def share(self, tokens: int) -> slice:
         """The slice of so many tokens on which this rank computes from now on; lengths differ by one at most."""
-        each, more = divmod(tokens, self.ranks)
-        self._lengths = [each + (rank < more) for rank in range(self.ranks)]
+        self._lengths = slices_of(tokens, self.ranks)
         ends = list(accumulate(self._lengths))
         return slice(ends[self._rank] - self._lengths[self._rank], ends[self._rank])
+
+    def resuming(self) -> Callable[[Tensor], None]:
+        """A hook of a gradient: from it on ranks share the microbatch again that they do now."""
+        lengths = self._lengths
+
+        def resume(_: Tensor) -> None:
+            self._lengths = lengths
+
+        return resume
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens this rank has of the microbatch that was shared last."""
+        return self._lengths[self._rank]
+
+    def gathered(self, own: Tensor, tokens: int) -> Tensor:
+        """``[own tokens, ...]`` -> ``[tokens, ...]``: the rows of all context ranks, without a gradient."""
+        lengths = slices_of(tokens, self.ranks)
+        given = own.detach().repeat(self.ranks, *[1] * (own.ndim - 1))
+        return traded(given, [len(own)] * self.ranks, lengths, self.group)
 
     def __call__(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of this rank's tokens, ``[own tokens, heads, head_dim]``.

@@ -35,6 +35,9 @@ class HeldStage(Protocol):
     def ties(self) -> tuple[str, ...]:
         """Names of parameters that the first and the last stage both hold."""
 
+    def computes_elsewhere(self, path: str) -> bool:
+        """Whether other stages hold all weights of a module of the half, of this path."""
+
 
 class HalvedModule(Protocol):
     """A module whose halves can be built and placed by themselves; `FlowModule` is one."""

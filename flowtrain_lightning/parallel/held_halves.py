@@ -30,7 +30,7 @@ class HeldHalves(nn.Module):
         super().__init__()
         self._given_roles: tuple[str, ...] | None = None  # all
         self._in_parts: tuple[str, ...] = ()
-        self._given_stage: tuple[int, int] | None = None  # of the trunk, and how many it has
+        self._given_stage: tuple[int, int, int] | None = None  # of the trunk, how many it has, and chunks of each
         self._staged: StageForward | None = None
         self._built: tuple[str, ...] | None = None
         self._unfilled: dict[str, UnfilledWeights] = {}
@@ -87,14 +87,15 @@ class HeldHalves(nn.Module):
         self,
         roles: tuple[str, ...] | None,
         in_parts: tuple[str, ...] = (),
-        stage: tuple[int, int] | None = None,
+        stage: tuple[int, int, int] | None = None,
     ) -> None:
         """The strategy says which halves this rank holds (None: all), and of which of them a part only.
 
         Args:
             roles: of this rank.
             in_parts: those of which it holds a part only.
-            stage: which stage of the trunk it holds, of how many; None where it is not in stages, or not here.
+            stage: which stage of the trunk it holds, of how many, of how many chunks each; None where it is not in
+                stages, or not here.
         """
         self._given_roles, self._in_parts, self._given_stage = roles, in_parts, stage
 
@@ -120,7 +121,7 @@ class HeldHalves(nn.Module):
                 cut = cut_half(self, trunk, *given)
                 drop_other_stages(self, cut)
                 self._staged = StageForward(self, cut)
-        elif (self._staged.cut.stage, self._staged.cut.stages) != given and trunk in self._local_roles:
+        elif self._staged.cut.place != given and trunk in self._local_roles:
             raise RuntimeError(
                 f"This {type(self).__name__} holds stage {self._staged.cut.stage} of {self._staged.cut.stages} of an "
                 "earlier run, but other layers are needed now. Load it from a checkpoint: "

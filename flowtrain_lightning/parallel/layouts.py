@@ -103,6 +103,7 @@ def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, 
 def _stage_groups(role: str, layout: Layout, groups: Groups, device_type: str) -> RoleGroups:
     """The groups of a role in stages, of which each has a mesh and a group of its own."""
     ranks = groups.ranks_of(role)
+    own = groups.role_rank in ranks
     mesh, arranged = _mesh(layout, ranks, device_type), torch.tensor(ranks).view(layout.pipeline, -1)
     ends = None
     with shut_at_the_end():
@@ -113,11 +114,11 @@ def _stage_groups(role: str, layout: Layout, groups: Groups, device_type: str) -
     assert names is not None
     return RoleGroups(
         all=groups.of_role(role, layout.pipeline),
-        mesh=mesh[names[1:]] if groups.role_rank in ranks else mesh,
+        mesh=mesh[names[1:]] if own else mesh,
         replicas=None,
-        context=None,
+        context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
         experts=None,
-        column=mesh.get_group(names[0]) if groups.role_rank in ranks else None,
+        column=mesh.get_group(names[0]) if own else None,
         ends=ends,
     )
 
@@ -160,14 +161,15 @@ def make_engine(
     """
     on_host = ActivationsOnHost(pinned=device_type != "cpu") if offload in ("activations", "all") else None
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
-    mesh = groups.mesh
+    mesh, stage = groups.mesh, module.held_stage if layout.pipeline > 1 else None
     summed = []
     experts = [] if groups.experts is None else experts_of(modules.values())
     if groups.experts is not None:
         divide_experts(experts, groups.experts[EXPERT] if layout.shard == "fsdp" else groups.experts)
     if layout.tensor > 1:
         assert mesh is not None
-        summed = divide_layers(modules, module.tensor_plan(role, layout.tensor), mesh["tensor"])
+        plan, elsewhere = module.tensor_plan(role, layout.tensor), [stage.computes_elsewhere] if stage else []
+        summed = divide_layers(modules, plan, mesh["tensor"], *elsewhere)
     engine: HalfEngine
     if layout.shard != "fsdp":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
@@ -205,16 +207,14 @@ def make_engine(
             offload_parameters=offload in ("weights", "all"),
             activations=on_host,
         )
-    if layout.tensor > 1:
-        assert mesh is not None
-        engine = TensorParallelHalf(engine, summed, mesh["tensor"], _named(module, engine.parameters))
-    if layout.pipeline > 1:
-        stage = module.held_stage
-        assert stage is not None
+    if stage is not None:
         assert groups.column is not None
         held = dict(module.named_parameters())
         ties = [held[name] for name in stage.ties if name not in stage.absent]
         engine = StagedHalf(engine, ties, groups.ends, groups.column, counts=stage.stage == 0)
+    if layout.tensor > 1:
+        assert mesh is not None
+        engine = TensorParallelHalf(engine, summed, mesh["tensor"], _named(module, engine.parameters))
     if groups.context is not None:
         names, sums = _named(module, engine.parameters), layout.shard == "fsdp"
         engine = ContextParallelHalf(engine, groups.context, names, sums_in_backward=sums)
@@ -292,7 +292,7 @@ def _expert_mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMe
 
 def _context_group(layout: Layout, ranks: list[int], device_type: str, own: bool) -> dist.ProcessGroup | None:
     """The ranks that share this one's sequences and its share of every layer; None on a rank of another role."""
-    arranged = torch.tensor(ranks).view(layout.data, layout.context, layout.tensor)
+    arranged = torch.tensor(ranks).view(layout.pipeline * layout.data, layout.context, layout.tensor)
     with shut_at_the_end():
         mesh = DeviceMesh(device_type, arranged, mesh_dim_names=("data", "context", "tensor"))
     return mesh.get_group("context") if own else None

@@ -24,8 +24,9 @@ class StageCut:
         stage: which one.
         stages: of the half.
         blocks: paths of all repeated blocks of the half, in order.
-        own: the numbers of those of this stage.
-        absent: names of parameters and buffers of the half that this stage does not hold.
+        chunks: the numbers of those of this stage: runs that are computed one by one.
+        held: names of the parameters of the half that this stage holds.
+        absent: names of parameters and buffers of the half that it does not hold.
         before: those parameters among them that are used before the blocks.
         ties: names of the parameters that the first and the last stage both hold.
     """
@@ -33,18 +34,32 @@ class StageCut:
     stage: int
     stages: int
     blocks: tuple[str, ...]
-    own: range
+    chunks: tuple[range, ...]
+    held: frozenset[str]
     absent: frozenset[str]
     before: frozenset[str]
     ties: tuple[str, ...]
 
     @property
     def is_last(self) -> bool:
-        """The stage computes the loss."""
+        """The stage computes the loss, with its last chunk."""
         return self.stage == self.stages - 1
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The number of the stage, of how many, and its chunks."""
+        return self.stage, self.stages, len(self.chunks)
 
-def cut_half(module: HalvedModule, role: str, stage: int, stages: int) -> StageCut:
+    def ends_in(self, chunk: int) -> bool:
+        """Whether a chunk of this stage has the last blocks of the half."""
+        return self.chunks[chunk].stop == len(self.blocks)
+
+    def computes_elsewhere(self, path: str) -> bool:
+        """Whether other stages hold all weights of a module of the half, of this path."""
+        return not any(name.startswith(f"{path}.") for name in self.held)
+
+
+def cut_half(module: HalvedModule, role: str, stage: int, stages: int, virtual: int = 1) -> StageCut:
     """Finds what one stage of a half holds.
 
     The blocks are divided evenly. What was registered before the first of them belongs to the first stage, as
@@ -56,19 +71,23 @@ def cut_half(module: HalvedModule, role: str, stage: int, stages: int) -> StageC
         role: whose half it is.
         stage: which one.
         stages: of the half.
+        virtual: chunks of each stage.
 
     Raises:
-        ValueError: there are fewer blocks than stages.
+        ValueError: there are fewer blocks than chunks.
     """
     blocks = _blocks(module, role)
-    if len(blocks) < stages:
+    count = stages * virtual
+    if len(blocks) < count:
+        several = f" and virtual {virtual}" if virtual > 1 else ""
         raise ValueError(
-            f"The {role} has pipeline {stages}, but {len(blocks)} repeated blocks: classes with weights that a list of "
-            f"modules holds several times. Set pipeline to {max(len(blocks), 1)} or less, or put its layers into one "
-            "nn.ModuleList."
+            f"The {role} has pipeline {stages}{several}, but {len(blocks)} repeated blocks: classes with weights that "
+            f"a list of modules holds several times. Set pipeline to {max(len(blocks) // virtual, 1)} or less, or put "
+            "its layers into one nn.ModuleList."
         )
-    bounds = [len(blocks) * each // stages for each in range(stages + 1)]
-    stage_of_block = [next(s for s in range(stages) if number < bounds[s + 1]) for number in range(len(blocks))]
+    bounds = [len(blocks) * each // count for each in range(count + 1)]
+    chunks = [range(*bounds[each : each + 2]) for each in range(count)]
+    stage_of_block = [each % stages for each, chunk in enumerate(chunks) for _ in chunk]
     holders: defaultdict[int, set[int]] = defaultdict(set)  # of each parameter, by identity, since names may share one
     names: dict[str, int] = {}
     first, seen = f"{blocks[0]}.", False
@@ -86,8 +105,9 @@ def cut_half(module: HalvedModule, role: str, stage: int, stages: int) -> StageC
         if number is not None and stage_of_block[number] != stage:
             absent.add(name)
     ties = tuple(name for name, key in names.items() if name in known and {0, stages - 1} <= holders[key])
-    own = range(bounds[stage], bounds[stage + 1])
-    return StageCut(stage, stages, blocks, own, frozenset(absent), frozenset(before & known), ties)
+    own = tuple(chunks[stage::stages])
+    held = frozenset(names.keys() - absent)
+    return StageCut(stage, stages, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
 
 
 def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:

@@ -8,13 +8,15 @@ stage alone holds, stand numbers that are none (NaN). So what needs them beside 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flowtrain_lightning.parallel.stage_cut import StageCut
 
@@ -36,34 +38,53 @@ class StageForward:
     Args:
         module: has the half.
         cut: the part that this stage holds.
+
+    Attributes:
+        cut: as given.
+        column: the ranks of all stages that compute on the same samples, in order of stages; None until the half is in
+            its layout.
     """
 
     def __init__(self, module: nn.Module, cut: StageCut) -> None:
         self.cut = cut
+        self.column: dist.ProcessGroup | None = None
         self._method = _Method(module)
         self._given: Tensor | None = None  # hidden states that the first block takes
-        self._begun = False  # a block of this stage has run
+        self._own = cut.chunks[0]  # that is computed now
+        self._begun = False  # a block of it has run
         self._running = False
         self._looks_left = _CHECKED
         self._hooked = False
+        # What the first block was given -> what it takes in its place.
+        self._taken: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        here = {number for chunk in cut.chunks for number in chunk}
         for number, path in enumerate(cut.blocks):
-            if number not in cut.own:
-                module.get_submodule(path).forward = partial(self._pass, number, path)
+            block = module.get_submodule(path)
+            if number not in here:
+                block.forward = partial(self._pass, number, path)
+            elif len(cut.chunks) > 1:
+                block.forward = partial(self._pass_or_run, number, path, block.forward)
+
+    @property
+    def weights(self) -> Iterator[nn.Parameter]:
+        """All parameters of the module; what other ranks hold is on the meta device."""
+        return self._method.module.parameters()
 
     def attach(self) -> None:
-        """Lets the blocks of the stage take hidden states, once they are in their layout: before it sees any input."""
-        for path in () if self._hooked else self.cut.blocks[self.cut.own.start : self.cut.own.stop]:
-            block = self._method.module.get_submodule(path)
-            block.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        """Lets the first block of the stage take hidden states, before its layout sees them, in which it is by now."""
+        for chunk in () if self._hooked else self.cut.chunks:
+            block = self._method.module.get_submodule(self.cut.blocks[chunk.start])
+            block.register_forward_pre_hook(partial(self._begin, chunk), with_kwargs=True, prepend=True)
         self._hooked = True
 
-    def __call__(self, method: Callable[..., Any], given: Tensor | None, *args: Any) -> Any:
+    def __call__(self, method: Callable[..., Any], given: Tensor | None, *args: Any, chunk: int = 0) -> Any:
         """Runs the method of the user's on this stage.
 
         Args:
             method: of the module.
-            given: ``[tokens, width]`` hidden states; None on the first stage.
+            given: ``[tokens, width]`` hidden states; None for the first blocks of the half.
             args: of the method.
+            chunk: which blocks of the stage.
 
         Returns:
             on the last stage what the method returns, on others the hidden states for the next one,
@@ -72,16 +93,17 @@ class StageForward:
         Raises:
             RuntimeError: the method does not run each block once, in order.
         """
+        self._own = self.cut.chunks[chunk]
         self._given, self._begun, self._running = given, False, True
         try:
             result = functional_call(self._method, self._stand_ins(), (method, *args))
         except _NextStage as end:
             result = end.hidden
         else:
-            if not self._begun or not self.cut.is_last:
+            if not self._begun or not self.cut.ends_in(chunk):
                 raise RuntimeError(
                     f"Stage {self.cut.stage} of {self.cut.stages} ended without coming to all of its blocks, which go "
-                    f"on to {self.cut.blocks[self.cut.own.stop - 1]!r}. In a pipeline each forward runs every block."
+                    f"on to {self.cut.blocks[self._own.stop - 1]!r}. In a pipeline each forward runs every block."
                 )
         finally:
             self._given, self._running = None, False
@@ -90,28 +112,42 @@ class StageForward:
             self._refuse_other_inputs(result, given)
         return result
 
-    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Before a block of this stage: the first one takes the hidden states of the stage before."""
-        if not self._running and self.cut.stage > 0:
-            raise RuntimeError(
-                "A block was computed again in a backward by the model's own checkpointing, which does not know the "
-                "hidden states of the stage before. In a pipeline leave that to the layout: RoleLayout("
-                "pipeline=..., recompute='full')."
-            )
-        begun, self._begun = self._begun, True
-        if begun or self._given is None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(
+        self, chunk: range, _: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Before the first block of a chunk: it takes the hidden states of the stage before."""
+        if self._running and chunk != self._own:
+            return None
+        self._begun = True
+        if chunk.start == 0:
             return None
         hidden = _first(args, kwargs)
+        taken = self._taking(hidden) if self._running else self._taken.get(hidden)
+        if taken is None:  # it is not what the block was given in its forward
+            raise RuntimeError(
+                "A block was computed again in a backward by the model's own checkpointing, which does not know the "
+                "hidden states of the stage before. Let it checkpoint with use_reentrant=False, or leave that to the "
+                "layout: RoleLayout(pipeline=..., recompute='full')."
+            )
+        if args:
+            return (taken, *args[1:]), kwargs
+        return args, {**kwargs, next(name for name, value in kwargs.items() if value is hidden): taken}
+
+    def _taking(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the stage before, in the form of what the first block is given."""
+        assert self._given is not None
         if hidden.numel() != self._given.numel():
             raise RuntimeError(
                 f"The blocks of stage {self.cut.stage} are given {list(hidden.shape)}, but the hidden states of the "
                 f"stage before are {list(self._given.shape)}. In a pipeline a block takes one row for each token."
             )
         taken = self._given.view(hidden.shape)
-        if args:
-            return (taken, *args[1:]), kwargs
-        return args, {**kwargs, next(name for name, value in kwargs.items() if value is hidden): taken}
+        if torch.is_grad_enabled():
+            self._taken[hidden] = taken
+        return taken
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pass(self, number: int, path: str, *args: Any, **kwargs: Any) -> Any:
         """In place of a block that another stage holds."""
         if not self._running:
@@ -120,14 +156,20 @@ class StageForward:
                 f"{self.cut.stages}. Load a checkpoint of the run to compute with the whole module."
             )
         hidden = _first(args, kwargs)
-        if number >= self.cut.own.stop and self._begun:
+        if number >= self._own.stop and self._begun:
             raise _NextStage(hidden)
-        if number >= self.cut.own.start or self._begun:
+        if number >= self._own.start or self._begun:
             raise RuntimeError(
                 f"The block {path!r} of another stage runs before the blocks of stage {self.cut.stage} have, or after "
                 "them. In a pipeline blocks run once, in the order in which they were registered."
             )
         return hidden
+
+    def _pass_or_run(self, number: int, path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of a block that this stage holds: it runs in its chunk's turn, and in a backward."""
+        if self._running and number not in self._own:
+            return self._pass(number, path, *args, **kwargs)
+        return run(*args, **kwargs)
 
     def _stand_ins(self) -> dict[str, Tensor]:
         """Name -> what stands for a weight before the blocks that the first stage alone holds; without memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 from torch import nn
@@ -49,13 +49,19 @@ TensorPlan = Mapping[str, TensorStyle]
 """Path of a module -> its style; ``*`` stands for one part of a path, such as the number of a layer."""
 
 
-def divide_layers(modules: Mapping[str, nn.Module], plan: TensorPlan, mesh: DeviceMesh) -> list[tuple[nn.Module, str]]:
+def divide_layers(
+    modules: Mapping[str, nn.Module],
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    elsewhere: Callable[[str], bool] = lambda _: False,
+) -> list[tuple[nn.Module, str]]:
     """Leave each rank its share of the layers that a plan names, whose weights become DTensors.
 
     Args:
         modules: path -> module, together the half.
         plan: its paths begin with those of ``modules``.
         mesh: the tensor-parallel ranks, in one dimension. All hold equal weights.
+        elsewhere: whether a module of this path computes on the ranks of another stage, where it is divided.
 
     Returns:
         owner and name of each parameter of which every rank has a summand of the gradient only.
@@ -65,7 +71,10 @@ def divide_layers(modules: Mapping[str, nn.Module], plan: TensorPlan, mesh: Devi
     """
     tied = _tied_parameters(modules.values())
     found = {name: module for path, half in modules.items() for name, module in half.named_modules(prefix=path)}
-    named = [(_matching(pattern, found), style) for pattern, style in plan.items()]
+    named = []
+    for pattern, style in plan.items():
+        matching = _matching(pattern, found)
+        named.append(({name: layer for name, layer in matching.items() if not elsewhere(name)}, style))
     stacks: dict[str, DividedTokens] = {}
     for layers, style in named:
         if style == "divided_tokens":

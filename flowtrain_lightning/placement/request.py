@@ -249,17 +249,14 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
     given = f"gives the {role} the layout {layout.describe()}, but"
     if role != allocation.trunk:
         return f"{given} only the {allocation.trunk} runs in stages (pipeline). Set pipeline to 1."
-    shards = layout.shard == "fsdp" and layout.replicas == 1
-    if not (shards or layout.shard == "replicate") or layout.tensor > 1 or layout.context > 1 or layout.expert > 1:
+    if layout.shard not in ("replicate", "fsdp") or layout.expert > 1:
         return (
-            f"{given} in a pipeline the ranks of a stage hold whole copies of its layers today, or shards of FSDP2 "
-            "without replicas. Leave tensor, context, expert and other shards out."
+            f"{given} in a pipeline the ranks of a stage hold whole copies of its layers, or shards of FSDP2. Leave "
+            "expert and other shards out."
         )
-    if shards and allocation.placement != "separate":
-        return f"{given} stages in shards run in the placement separate today, not in {allocation.placement}."
-    if allocation.placement == "mixed":
-        return f"{given} a pipeline runs in separate and colocated placements today, not in a mixed one."
-    if allocation.placement == "colocated":
+    if layout.virtual > 1 and allocation.placement != "separate":
+        return f"{given} virtual stages run in the placement separate today, not in {allocation.placement}."
+    if allocation.placement != "separate":
         for producer in allocation.producers:
             if allocation.layouts[producer].meets.binds:
                 return (

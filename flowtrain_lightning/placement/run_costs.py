@@ -17,8 +17,8 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     """Returns the part of every step that a rank loads, where the ranks lie on ``nodes`` alike."""
-    stage = allocation.stage_of(allocation.trunk, rank)
-    return RankShard(allocation.step_members(nodes), allocation.own_members(rank), stage)
+    stage, own = allocation.stage_of(allocation.trunk, rank), allocation.slice_of(allocation.trunk, rank)
+    return RankShard(allocation.step_members(nodes), allocation.own_members(rank), stage, own)
 
 
 def first_steps(data: FlowDataModule) -> PlanSteps:

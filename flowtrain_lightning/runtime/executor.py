@@ -302,8 +302,7 @@ class Executor:
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             leaves = [leaf for leaf in batch.read.tensors(read.modality) if leaf is not None]
             gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, read) for leaf in leaves]
-            if read.early or not read.answers:
-                gradients = _summed(self._answers.pop(read.entry, gradients[:0]), gradients)
+            gradients = _summed(self._answers.pop(read.entry, ()), gradients)
             if not read.answers:
                 self._answers[read.entry] = gradients
                 continue

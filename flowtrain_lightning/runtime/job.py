@@ -98,11 +98,16 @@ class Job:
         return tuple(role for role in self.allocation.roles if self.rank in self.allocation.ranks[role])
 
     @property
-    def stage(self) -> tuple[int, int] | None:
-        """The stage of the trunk that this rank holds, of how many; None where it is not in stages, or not here."""
+    def stage(self) -> tuple[int, int, int] | None:
+        """The stage of the trunk that this rank holds, of how many, and how many runs of layers each of these has.
+
+        None where the trunk is not in stages, or not here.
+        """
         trunk = self.allocation.trunk
-        stages = self.allocation.layouts[trunk].pipeline
-        return (self.allocation.stage_of(trunk, self.rank), stages) if stages > 1 and trunk in self.roles else None
+        layout = self.allocation.layouts[trunk]
+        if layout.pipeline == 1 or trunk not in self.roles:
+            return None
+        return self.allocation.stage_of(trunk, self.rank), layout.pipeline, layout.virtual
 
     def is_first(self, role: str) -> bool:
         """Whether this rank is the first that computes the same of ``role``: it speaks for those beside it."""

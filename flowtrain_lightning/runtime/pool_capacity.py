@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.packing.setting_values import check_settings
-from flowtrain_lightning.packing.stage_entries import HIDDEN, stage_name
+from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
 from flowtrain_lightning.parallel.random_streams import own_streams
 from flowtrain_lightning.pool import (
     DeviceTier,
@@ -169,8 +169,12 @@ class PoolCapacity:
         allocation = self._job.allocation
         members = {role: allocation.members(role) for role in allocation.roles}
         trunk = allocation.trunk
+        alike = allocation.layouts[trunk].tensor
         for stage in range(allocation.layouts[trunk].pipeline):
             members[stage_name(trunk, stage)] = allocation.members_in_stage(trunk, stage)
+            ranks = allocation.stage_ranks(trunk, stage)
+            slices = (ranks[first : first + alike] for first in range(0, len(ranks), alike))
+            members[slice_name(trunk, stage)] = tuple(slices)
         self.context = RankContext(pool, self._compute, page, self._timeline, members)
         if former is not None:
             former.pool.close()

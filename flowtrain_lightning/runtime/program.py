@@ -45,7 +45,8 @@ class ReadEntry(NamedTuple):
         again: where some of them go a second time, as samples have a media item in common: which of them, and the rows
             of the batch that they become.
         part: which one the rank is of the members that read it.
-        answers: of the batches of the rank that read it, this is the last one, which gives gradients back for all.
+        answers: of the batches of the rank that read it, this is the last one, which gives gradients back for all; and
+            of ranks that have the same gradients, this is the one that does.
         early: batches of an earlier position read it, too, so it is not left in the pool until this one's turn.
     """
 
@@ -75,6 +76,7 @@ class RankBatch:
         read: those that it reads, in the order in which their makers put them.
         rows_read: modality -> rows in all, in the order in which its media items appear in the batch.
         recomputes: nothing is kept of its forward, which runs again before its backward.
+        chunk: which run of layers of this rank's stage computes it.
     """
 
     number: int
@@ -82,6 +84,7 @@ class RankBatch:
     read: tuple[ReadEntry, ...] = ()
     rows_read: Mapping[str, int] = field(default_factory=dict)
     recomputes: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,24 @@ class StepProgram:
         encoded = tuple(tuple(each for each in own if each[0] in modalities) for own in self.entry_rows)
         read = tuple(tuple(each for each in own if each[0] in modalities) for own in self.read_rows)
         return replace(self, roles=roles, modalities=modalities, entry_rows=encoded, read_rows=read, _sizes={})
+
+    def without(self, modality: str) -> StepProgram:
+        """The same without the rows of a modality."""
+
+        def left(batch: RankBatch) -> RankBatch:
+            made = tuple(each for each in batch.made if each.modality != modality)
+            read = tuple(each for each in batch.read if each.modality != modality)
+            rows = {name: count for name, count in batch.rows_read.items() if name != modality}
+            return replace(batch, made=made, read=read, rows_read=rows)
+
+        roles = {}
+        for role, each in self.roles.items():
+            batches = {place: left(batch) for place, batch in each.batches.items()}
+            roles[role] = replace(each, batches=batches, makes=any(batch.made for batch in batches.values()))
+        made = tuple(tuple(each for each in own if each[0] != modality) for own in self.entry_rows)
+        read = tuple(tuple(each for each in own if each[0] != modality) for own in self.read_rows)
+        left_over = tuple(name for name in self.modalities if name != modality)
+        return replace(self, roles=roles, modalities=left_over, entry_rows=made, read_rows=read, _sizes={})
 
     def pool_demand(self, specs: FeatureSpecs) -> PoolDemand:
         """The bytes that the step needs of the pool; worked out once.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from flowtrain_lightning.data import Entry, RankShard, StepPlan
-from flowtrain_lightning.data.collate import PADDING_LENGTH
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
-from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, stage_name
+from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
-from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
+from flowtrain_lightning.runtime.program_in_stages import by_stages, in_stages, rows_between
 
 
 def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepProgram:
@@ -46,10 +45,11 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     # So would one that gives gradients back to ranks that wait for others inside of a microbatch.
     waited_for = bool(members.colocated) or plan.encoded_as is not None or bool(members.behind)
     # Ranks of a stage wait for each other inside of a pass, where those of the next one wait for what they read.
-    some_in_turns = members.in_fixed_order and (waited_for or members.stages > 1)
+    # So would one whose stages hand on to each other in a circle, which read them in another order than they are made.
+    some_in_turns = (members.in_fixed_order and (waited_for or members.stages > 1)) or members.virtual > 1
     makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
-    between = tuple(_rows_between(plan, members))
+    between = tuple(rows_between(plan, members))
     return StepProgram(
         {role.role: role for role in roles},
         (*_made_rows(plan, made), *between),
@@ -85,44 +85,12 @@ def _trunk_role(
         for each in microbatches
         if len(plan.batches[role][member][each.number]) or pads
     }
-    if shard.members.stages > 1:
-        batches = {number: _in_stage(plan, shard, batch) for number, batch in batches.items()}
-    passes = tuple((kind, number) for kind, number in order.passes if number in batches)
     due = tuple(range(len(microbatches)))
-    makes = bool(shard.members.behind) or shard.stage < shard.members.stages - 1
-    return RankRole(role, member, batches, passes, due, order.answered, reads=True, makes=makes)
-
-
-def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch) -> RankBatch:
-    """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
-    members, trunk, stage = shard.members, shard.members.trunk, shard.stage
-    member, rows = shard.own[trunk], _hidden_rows(plan, shard.own[trunk], batch.number)
-    # Each stage is a reader of its own, which gives back a part of the gradients.
-    read = tuple(each._replace(part=each.part * members.stages + stage) for each in batch.read)
-    made: tuple[MadeEntry, ...] = ()
-    rows_read = dict(batch.rows_read)
-    if stage > 0:
-        entry, maker = hidden_entry(plan, members.stages, stage - 1, member, batch.number), stage_name(trunk, stage - 1)
-        read = (*read, ReadEntry(entry, HIDDEN, (maker, member), (slice(0, rows),)))
-        rows_read[HIDDEN] = rows
-    if stage < members.stages - 1:
-        entry, reader = hidden_entry(plan, members.stages, stage, member, batch.number), stage_name(trunk, stage + 1)
-        made = (MadeEntry(entry, HIDDEN, rows, ((reader, member),)),)
-    return replace(batch, made=made, read=read, rows_read=rows_read)
-
-
-def _hidden_rows(plan: StepPlan, member: int, number: int) -> int:
-    """Rows of hidden states of a microbatch: its tokens, or those of padding."""
-    samples = plan.microbatches[member][number]
-    return int(plan.sizes.tokens[samples].sum()) if len(samples) else PADDING_LENGTH
-
-
-def _rows_between(plan: StepPlan, members: StepMembers) -> Iterator[tuple[tuple[str, tuple[int, ...]], ...]]:
-    """For each member of the trunk what one stage makes of its microbatches: of each the rows of hidden states."""
-    pads = bool(members.meeting(members.trunk).passes)
-    for member, batches in enumerate(plan.microbatches if members.stages > 1 else ()):
-        numbers = [number for number, own in enumerate(batches) if len(own) or pads]
-        yield tuple((HIDDEN, (_hidden_rows(plan, member, number),)) for number in numbers)
+    found = RankRole(role, member, batches, order.passes, due, order.answered, reads=True)
+    found = in_stages(plan, shard, found) if shard.members.stages > 1 else found
+    passes = tuple((kind, place) for kind, place in found.passes if place in found.batches)
+    makes = bool(shard.members.behind) or any(batch.made for batch in found.batches.values())
+    return replace(found, passes=passes, makes=makes)
 
 
 def _role_behind(plan: StepPlan, shard: RankShard, role: str, read: Mapping[BatchOf, Sequence[int]]) -> RankRole:
@@ -206,7 +174,7 @@ def _making_batches(
     batches: dict[int, RankBatch] = {}
     for place in dict.fromkeys(place for _, place in order.passes):
         number = number_of.get(order.turns[place], PADDING)
-        made = _by_stages(_made_entries(plan, entries.get(BatchOf(role, member, number), ())), members)
+        made = by_stages(_made_entries(plan, entries.get(BatchOf(role, member, number), ())), members)
         batches[place] = RankBatch(number, made, recomputes=place in order.recomputed)
     return batches
 
@@ -214,16 +182,6 @@ def _making_batches(
 def _made_entries(plan: StepPlan, numbers: Sequence[int]) -> tuple[MadeEntry, ...]:
     found = ((number, plan.entries[number]) for number in numbers)
     return tuple(MadeEntry(number, entry.modality, entry.rows, entry.members) for number, entry in found)
-
-
-def _by_stages(made: tuple[MadeEntry, ...], members: StepMembers) -> tuple[MadeEntry, ...]:
-    """Entries of a role that encodes, which every stage of the trunk reads: positions may follow from them."""
-    if members.stages == 1:
-        return made
-    names = [stage_name(members.trunk, stage) for stage in range(members.stages)]
-    return tuple(
-        each._replace(readers=tuple((name, member) for _, member in each.readers for name in names)) for each in made
-    )
 
 
 def _made_rows(

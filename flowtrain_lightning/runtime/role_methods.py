@@ -119,7 +119,7 @@ class BackboneMethod:
         rows = {name: tuple(each for each in read.tensors(name) if each is not None) for name in read.names}
         packed, features = with_features(step, compute, packed, rows)
         if step.stage == "train" and batch.number == 0:
-            compute.check_context(packed, features)
+            compute.check_context(packed, features, batch.chunk)
         is_padding = not packed.samples
         with torch.set_grad_enabled(keep), counting_choices(step.stage == "train" and not is_padding):
             result, made = compute.microbatch_and_rows(
@@ -129,6 +129,7 @@ class BackboneMethod:
                 step=step.name,
                 number=batch.number * len(step.plan.microbatches) + member,
                 counts=self._counts,
+                chunk=batch.chunk,
             )
         if step.stage == "predict":
             self._predictions += [] if is_padding or not self._speaks else [result]

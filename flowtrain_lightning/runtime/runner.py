@@ -240,8 +240,10 @@ class RoleRunner:
         stage = self._module.held_stage
         speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
         counts = counts and (stage is None or stage.is_last)
-        method = BackboneMethod(context, predictions, speaks=speaks, counts=counts, losses=self._losses)
-        return RolePart(method, speaks=speaks)
+        answers = speaks and (stage is None or stage.stage == 0)
+        method = BackboneMethod(context, predictions, speaks=answers, counts=counts, losses=self._losses)
+        # Context ranks have slices of the hidden states, of which each hands on its own.
+        return RolePart(method, speaks=speaks if stage is None else self._job.is_first_tensor_rank(self.trunk))
 
     def _part(self, context: RankContext, role: str, predictions: list[Any]) -> RolePart:
         if role == self.trunk:

@@ -55,7 +55,10 @@ class Step:
         graph = batch.shard.members.graph
         self.batch = batch
         self.plan: StepPlan = batch.plan
-        self.program = program.without_behind(graph) if stage == "predict" and graph.behind else program
+        program = program.without_behind(graph) if stage == "predict" and graph.behind else program
+        # A next token needs all stages, which come to a forward together then.
+        staged = HIDDEN in program.modalities
+        self.program = program.without(HIDDEN) if stage == "predict" and staged else program
         self.stage = stage
         self.index = index
         encoders = [role for role in graph.producers if role in training]

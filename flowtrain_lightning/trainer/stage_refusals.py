@@ -12,8 +12,6 @@ from flowtrain_lightning.module import FlowModule
 
 _CALLBACKS = {
     "AdaptCosts": "it measures whole microbatches, of which a rank computes a stage",
-    "AverageWeights": "it has not been tried on stages",
-    "EvaluateAnswers": "answers need all layers for each new token, and a rank has those of one stage",
     "FlowReplan": "it measures whole microbatches, of which a rank computes a stage",
 }
 """Callbacks of flowtrain, and why they do not go with stages."""
@@ -34,10 +32,18 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
     if layouts[trunk].pipeline == 1:
         return
     given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
-    if trainer.state.fn == TrainerFn.PREDICTING:
+    answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    generates = trainer.state.fn == TrainerFn.PREDICTING or answers
+    if generates and layouts[trunk].virtual > 1:
         raise ValueError(
-            f"{given} predictions need all layers for each new token, and a rank has those of one stage. Predict on a "
-            "layout without a pipeline; checkpoints load into every layout."
+            f"{given} virtual {layouts[trunk].virtual}, and predictions go through each stage once. Set virtual to 1 "
+            "for them; checkpoints load into every layout."
+        )
+    if generates and (own := _own_generation(module)):
+        raise ValueError(
+            f"{given} {type(module).__name__} defines {own}, and predictions need all layers for each token, where a "
+            f"rank has those of one stage. Leave {own} to the package, whose stages take part in each forward, or "
+            "predict on a layout without a pipeline; checkpoints load into every layout."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
@@ -57,11 +63,21 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
             f"{given} compile={module.hparams['compile']!r} was given, which has not been tried on stages. Leave it "
             "out, or set pipeline to 1."
         )
-    if any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module)):
+    again = any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module))
+    if layouts[trunk].tensor > 1 and again:
         raise ValueError(
-            f"{given} the model computes its layers again by itself (gradient checkpointing), where it would not find "
-            "the hidden states of the stage before. Leave recompute=True out and give the layout recompute='full'."
+            f"{given} beside tensor {layouts[trunk].tensor} the model computes its layers again by itself (gradient "
+            "checkpointing), where it would take them for those of a later microbatch. Leave recompute=True out and "
+            "give the layout recompute='full'."
         )
+
+
+def _own_generation(module: FlowModule) -> str:
+    """The method of the user's that generates, where it is not one of this package's; else nothing."""
+    for name in ("generate", "backbone_step"):
+        if not getattr(type(module), name).__module__.startswith("flowtrain_lightning."):
+            return name
+    return ""
 
 
 def _trunk_parts(module: FlowModule) -> list[object]:

@@ -165,6 +165,14 @@ class Divided(Deep):
         return plan
 
 
+class FourDivided(Divided):
+    """Its backbone has a block more."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.more.append(DividedBlock())
+
+
 class DividedTokens(Divided):
     """Halves that tensor ranks can divide, in whose layers each computes on its share of the tokens."""
 
@@ -254,6 +262,7 @@ KINDS: dict[str, type[TinyVLM]] = {
     "deep": Deep,
     "divided": Divided,
     "divided tokens": DividedTokens,
+    "four divided blocks": FourDivided,
     "projecting": Projecting,
     "particular": Particular,
     "uneven": Uneven,

@@ -26,6 +26,28 @@ LONG = [
     Case("colocated 3", {"backbone": {"pipeline": 3}}, freeze=True),
     Case("2+6", {"backbone": {"pipeline": 3}}, clip=0.2, kernel="foreach"),
 ]
+TENSOR = {**PIPELINE, "tensor": 2}
+CONTEXT = {**PIPELINE, "context": 2}
+VIRTUAL = {**PIPELINE, "virtual": 2}
+HSDP = {**PIPELINE, "shard": "fsdp", "replicas": 2}
+LONG += [
+    Case("1+4", {"backbone": TENSOR}, clip=0.2, kind="divided", data=CUT),
+    Case("2+4", {"backbone": {**TENSOR, "recompute": "full"}}, "32-true", kind="divided tokens", data=CUT),
+    Case("1+8", {"backbone": {**TENSOR, "shard": "fsdp"}}, clip=0.2, kind="divided tokens"),
+    Case("1+8", {"backbone": HSDP}, clip=0.2),
+    Case("2+8", {"encoder": {"shard": "fsdp"}, "backbone": {**HSDP, "recompute": "selective"}}, "32-true", data=CUT),
+    Case("colocated 4", {"backbone": {**PIPELINE, "shard": "fsdp"}}, clip=0.2, data=CUT),
+    Case("colocated 4", {"backbone": TENSOR}, "32-true", {"encoder_activations": 1}, kind="divided tokens"),
+    Case("mixed 1+2", {"backbone": PIPELINE}, clip=0.2, data=CUT),
+    Case("1+4", {"backbone": {**CONTEXT, "recompute": "full"}}, clip=0.2, kind="divided", data=CUT),
+    Case("1+8", {"backbone": {**CONTEXT, "tensor": 2}}, "32-true", kind="divided tokens"),
+    Case("colocated 4", {"backbone": {**CONTEXT, "shard": "fsdp"}}, clip=0.2, kind="divided"),
+    Case("1+2", {"backbone": VIRTUAL}, clip=0.2, data=CUT),
+    Case("2+4", {"backbone": {**VIRTUAL, "shard": "fsdp", "recompute": "full"}}, "32-true", data=CUT),
+    Case("1+4", {"backbone": {**VIRTUAL, "context": 2}}, clip=0.2, kind="four divided blocks"),
+    Case("1+4", {"backbone": {"pipeline": 4}}, "32-true", data={"token_budget": 4096}),  # one microbatch
+    Case("mixed 1+4", {"backbone": {**PIPELINE, "shard": "fsdp"}}, "32-true", {"encoder_activations": 1}),
+]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
 ]

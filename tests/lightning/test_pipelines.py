@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowtrain_lightning.callbacks import AverageWeights, EvaluateAnswers
 from flowtrain_lightning.parallel.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.exactness.modules import Deep
@@ -15,8 +16,9 @@ from tests.tiny import tiny_data, write_records
 
 
 def all_loops(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
-    """Fits with validation, validates, fits on with the same Trainer, and asks for predictions."""
+    """Fits with validation by averages, validates, fits on with the same Trainer, and asks for predictions."""
     settings = {"max_epochs": 1, "precision": "64-true", "gradient_clip_val": 0.2, "default_root_dir": folder}
+    settings["callbacks"] = [EvaluateAnswers(2), AverageWeights(0.5)]
     trainer = trainer_for(layout, strategy={"roles": roles}, **settings)
     module, records = Deep(lr=1e-3), tiny_data(Path(data), global_batch_size=6)
     trainer.fit(module, records)
@@ -25,12 +27,8 @@ def all_loops(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) ->
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, records)
     found["refit"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    refused = ""
-    try:
-        trainer.predict(module, records)
-    except ValueError as error:
-        refused = str(error)
-    write_down(folder, {**found, "labels": trainer.strategy.job.labels, "refused": refused})
+    answers = [tuple(answer) for batch in trainer.predict(module, records) for answers in batch for answer in answers]
+    write_down(folder, {**found, "labels": trainer.strategy.job.labels, "answers": answers})
     disconnect_groups()
 
 
@@ -40,8 +38,8 @@ def run(folder: Path, name: str, layout: str, **arguments: Any) -> list[dict[str
 
 
 @pytest.mark.full
-def test_every_rank_sees_what_a_whole_backbone_logs_and_predictions_are_refused(tmp_path):
-    for name, count in (("train.jsonl", 24), ("val.jsonl", 8), ("predict.jsonl", 2)):
+def test_every_rank_sees_what_a_whole_backbone_logs_and_answers(tmp_path):
+    for name, count in (("train.jsonl", 24), ("val.jsonl", 8), ("predict.jsonl", 3)):
         write_records(tmp_path / "data", count, name)
     given = {"data": str(tmp_path / "data")}
     found = run(tmp_path, "in stages", "1+2", roles={"backbone": {"pipeline": 2}}, **given)
@@ -49,7 +47,7 @@ def test_every_rank_sees_what_a_whole_backbone_logs_and_predictions_are_refused(
     for rank in found:
         for loop in ("fit", "validate", "refit"):
             assert rank[loop] == pytest.approx(expected[loop], rel=1e-9)
-        assert "The backbone has pipeline 2, but predictions need all layers" in rank["refused"]
         assert rank["labels"] == ["backbone 0, stage 0", "backbone 1, stage 1", "encoder 0"]
-    assert {"train_loss", "val_loss", "accuracy"} <= found[0]["fit"].keys()
-    assert not expected["refused"]
+    assert {"train_loss", "val_loss", "accuracy", "val_anls"} <= found[0]["fit"].keys()
+    assert [rank["answers"] for rank in found] == [expected["answers"], [], []]
+    assert len(expected["answers"]) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.models.test_layouts import assert_equal
 
 pytest.importorskip("transformers")
 
-STAGES = "1+2"
+STAGES, OF_TWO_RANKS = "1+2", "1+4"
 SAVED = 2
 """Steps before the checkpoint from which runs go on."""
 
@@ -28,13 +29,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     write_steps(folder / "data")
 
     @cache
-    def trained(family: str, layout: str, resumes: str = "") -> Path:
-        name = f"{family} {layout} {resumes and 'after '}{resumes}"
-        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED}
-        if layout == STAGES:
-            arguments["roles"] = {"backbone": {"pipeline": 2}}
+    def trained(family: str, layout: str, resumes: str = "", degree: str = "", **settings: Any) -> Path:
+        more = [degree, *(f"{name} {value}" for name, value in settings.items())]
+        name = " ".join(filter(None, (family, layout, resumes and f"after {resumes}", *more)))
+        arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED, **settings}
+        if layout in (STAGES, OF_TWO_RANKS):
+            arguments["roles"] = {"backbone": {"pipeline": 2, **({degree: 2} if degree else {})}}
         if resumes:
-            arguments["resumes"] = str(trained(family, resumes) / "middle.ckpt")
+            arguments["resumes"] = str(trained(family, resumes, degree=degree) / "middle.ckpt")
         return (
             run_jobs(folder, [Job(name, "tests.models.training:train", ranks_of(layout), arguments)])[name]
             .check()
@@ -59,16 +61,41 @@ def test_a_decoder_in_two_stages_learns_what_one_process_does(trained, family):
 
 
 @pytest.mark.full
-def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained):
-    whole, resumed = (read_run(trained("qwen2_vl, tied", STAGES, after)) for after in ("", STAGES))
+@pytest.mark.parametrize(
+    ("family", "degree"), [("qwen3_vl", "tensor"), ("qwen2_vl, tied", "tensor"), ("qwen3_vl", "context")]
+)
+def test_so_do_stages_whose_ranks_share_layers_or_sequences(trained, family, degree):
+    assert_equal(read_run(trained(family, OF_TWO_RANKS, degree=degree)), read_run(trained(family, "auto")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2_vl, tied", {"recompute": True}),
+        ("qwen3_vl", {"recompute": "selective"}),
+    ],
+)
+def test_so_does_one_that_computes_its_layers_again(trained, family, settings):
+    assert_equal(read_run(trained(family, STAGES, **settings)), read_run(trained(family, "auto")))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "degree"), [(STAGES, ""), (OF_TWO_RANKS, "tensor")])
+def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained, layout, degree):
+    runs = (trained("qwen2_vl, tied", layout, after, degree=degree) for after in ("", layout))
+    whole, resumed = map(read_run, runs)
     assert same_bits(resumed, _from(whole, SAVED))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "after"), [("colocated 1", STAGES), (STAGES, "auto")])
-def test_checkpoints_pass_between_stages_and_one_rank(trained, layout, after):
-    found, whole = read_run(trained("qwen2_vl, tied", layout, after)), read_run(trained("qwen2_vl, tied", "auto"))
-    assert error(found.weights[-1], whole.weights[-1]) <= 1e-9
+@pytest.mark.parametrize(
+    ("layout", "after", "degree"),
+    [("colocated 1", STAGES, ""), (STAGES, "auto", ""), ("colocated 1", OF_TWO_RANKS, "tensor")],
+)
+def test_checkpoints_pass_between_stages_and_one_rank(trained, layout, after, degree):
+    found = read_run(trained("qwen2_vl, tied", layout, after, degree=degree))
+    assert error(found.weights[-1], read_run(trained("qwen2_vl, tied", "auto")).weights[-1]) <= 1e-9
 
 
 def _from(run, step):

@@ -60,7 +60,14 @@ class ComputesAgain(Decoder):
     """Its layers are computed again in the backward."""
 
     def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=False)
+        return checkpoint(layer, x, 0.5, use_reentrant=False)
+
+
+class ComputesFromCopies(Decoder):
+    """Its layers are computed again in the backward, from copies of what they were given."""
+
+    def layer(self, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=True)
 
 
 class Whole(nn.Module):
@@ -73,12 +80,12 @@ class Whole(nn.Module):
         self.backbone = kind(blocks).double()
 
 
-def stages_of(count: int, kind: type[Decoder] = Decoder) -> list[tuple[Whole, StageForward]]:
+def stages_of(count: int, kind: type[Decoder] = Decoder, virtual: int = 1) -> list[tuple[Whole, StageForward]]:
     """The stages of one module, each in a copy of its own."""
     found = []
     for stage in range(count):
         module = Whole(kind)
-        cut = cut_half(module, "backbone", stage, count)
+        cut = cut_half(module, "backbone", stage, count, virtual)
         drop_other_stages(module, cut)
         found.append((module, forward := StageForward(module, cut)))
         forward.attach()
@@ -92,9 +99,10 @@ def held(module: nn.Module) -> set[str]:
 def run(stages: list[tuple[Whole, StageForward]], tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The loss, and of each boundary what one stage makes and what the next one takes of it."""
     given, made, taken = None, [], []
-    for module, forward in stages:
-        result = forward(module.backbone.forward, given, tokens)
-        if not forward.cut.is_last:
+    chunks = range(len(stages[0][1].cut.chunks))
+    for chunk, (module, forward) in ((chunk, stage) for chunk in chunks for stage in stages):
+        result = forward(module.backbone.forward, given, tokens, chunk=chunk)
+        if not forward.cut.ends_in(chunk):
             made.append(result)
             given = result.detach().view(len(tokens), -1).requires_grad_()
             taken.append(given)
@@ -108,6 +116,12 @@ def test_the_first_stage_holds_what_comes_before_the_blocks_and_the_last_the_res
     assert last == {f"backbone.{n}" for n in ("embed.weight", "head.weight", "norm.weight", "norm.bias")} | blocks(2, 3)
 
 
+def test_of_virtual_stages_each_holds_several_runs_of_blocks():
+    first, last = (held(module) for module, _ in stages_of(2, virtual=2))
+    assert first == {f"backbone.{name}" for name in ("embed.weight", "head.weight", "place")} | blocks(0, 2)
+    assert last == {f"backbone.{n}" for n in ("embed.weight", "head.weight", "norm.weight", "norm.bias")} | blocks(1, 3)
+
+
 def blocks(*numbers: int) -> set[str]:
     return {f"backbone.layers.{number}.inner.{name}" for number in numbers for name in ("weight", "bias")}
 
@@ -115,15 +129,15 @@ def blocks(*numbers: int) -> set[str]:
 def test_buffers_of_blocks_are_where_the_blocks_are():
     for module, forward in stages_of(2):
         here = [number for number, block in enumerate(module.backbone.layers) if not block.calls.is_meta]
-        assert here == list(forward.cut.own)
+        assert here == [number for chunk in forward.cut.chunks for number in chunk]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(count):
+@pytest.mark.parametrize(("count", "virtual"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(count, virtual):
     tokens, whole = torch.arange(7), Whole()
     expected = whole.backbone(tokens)
     expected.backward()
-    stages = stages_of(count)
+    stages = stages_of(count, virtual=virtual)
     loss, made, taken = run(stages, tokens)
     torch.testing.assert_close(loss, expected)
     loss.backward()
@@ -141,6 +155,8 @@ def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(c
 def test_a_half_of_too_few_blocks_is_refused_with_the_number_that_would_do():
     with pytest.raises(ValueError, match=re.escape("has pipeline 5, but 4 repeated blocks")):
         cut_half(Whole(), "backbone", 0, 5)
+    with pytest.raises(ValueError, match=re.escape("has pipeline 3 and virtual 2, but 4 repeated blocks")):
+        cut_half(Whole(), "backbone", 0, 3, 2)
 
 
 def test_blocks_that_read_more_than_hidden_states_are_refused_with_a_weight():
@@ -148,8 +164,16 @@ def test_blocks_that_read_more_than_hidden_states_are_refused_with_a_weight():
         run(stages_of(2, ReadsAgain), torch.arange(7))
 
 
-def test_a_model_that_computes_blocks_again_by_itself_is_told_who_does_it():
-    loss, *_ = run(stages_of(2, ComputesAgain), torch.arange(7))
+def test_a_model_that_computes_blocks_again_does_so_from_the_same_hidden_states():
+    loss, _, taken = run(stages_of(3), torch.arange(7))
+    again, _, taken_again = run(stages_of(3, ComputesAgain), torch.arange(7))
+    loss.backward()
+    again.backward()
+    torch.testing.assert_close(taken_again[-1].grad, taken[-1].grad)
+
+
+def test_one_that_does_not_know_them_is_told_who_does():
+    loss, *_ = run(stages_of(2, ComputesFromCopies), torch.arange(7))
     with pytest.raises(RuntimeError, match="recompute='full'"):
         loss.backward()
 

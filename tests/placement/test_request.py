@@ -126,10 +126,9 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             "data 1, pipeline 2, replicate, but only the backbone runs in stages",
         ),
         (
-            planned("separate", encoder=1, backbone=Layout(2, tensor=2, pipeline=2)),
-            "data 2, tensor 2, pipeline 2, replicate, but in a pipeline the ranks of a stage hold whole copies",
+            planned("separate", encoder=1, backbone=Layout(2, pipeline=2, expert=2)),
+            "data 2, pipeline 2, expert 2, replicate, but in a pipeline the ranks of a stage hold whole copies",
         ),
-        (mixed(Layout(4), Layout(1, pipeline=2)), "runs in separate and colocated placements today, not in a mixed"),
         (
             replace(mixed(Layout(2, shard="fsdp"), Layout(1, pipeline=2)), placement="colocated"),
             "the encoder on the same ranks has data 2, fsdp, whose ranks wait for each other",
@@ -158,8 +157,7 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ],
     ids=[
         "stages of an encoder",
-        "stages of tensor ranks",
-        "stages of ranks of both kinds",
+        "stages that divide experts",
         "stages beside an encoder in shards",
         "context of the encoder",
         "ZeRO of any system",
@@ -198,6 +196,9 @@ def test_a_plan_that_runs_has_no_reason_against_it():
     assert why_it_cannot_run(default_allocation(2, "colocated")) is None
     assert why_it_cannot_run(planned("separate", encoder=1, backbone=Layout(4, shard="fsdp", replicas=2))) is None
     assert why_it_cannot_run(mixed(4, 2)) is None
+    assert why_it_cannot_run(mixed(Layout(4), Layout(1, pipeline=2, context=2))) is None
+    in_shards = Layout(4, 2, pipeline=2, shard="fsdp", replicas=2)
+    assert why_it_cannot_run(planned("separate", encoder=1, backbone=in_shards)) is None
     assert why_it_cannot_run(mixed(Layout(4, shard="fsdp", replicas=2), 2)) is None
     assert why_it_cannot_run(mixed(Layout(2, tensor=2), Layout(1, tensor=2))) is None
     shared = Layout(2, tensor=2, context=2, shard="fsdp")

@@ -233,11 +233,19 @@ class NumbersCompute:
             self.most_kept = max(self.most_kept, self.kept)
         return (features.repeat_interleave(torch.tensor(media.rows), dim=0),)
 
-    def check_context(self, batch: Any, features: dict[str, Any]) -> None:
+    def check_context(self, batch: Any, features: dict[str, Any], chunk: int = 0) -> None:
         """No ranks share sequences here."""
 
     def microbatch_and_rows(
-        self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
+        self,
+        batch: Any,
+        features: dict[str, Any],
+        *,
+        stage: str,
+        step: Any,
+        number: int,
+        counts: bool = True,
+        chunk: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         self.gather("backbone", "microbatch")
         loss = self.backbone.weight.sum() * len(batch.samples)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import RankShard, StepBatch, StepPlan
-from flowtrain_lightning.packing.stage_entries import HIDDEN, stage_name
+from flowtrain_lightning.data.collate import PADDING_LENGTH
+from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
-from tests.runtime.interleaving import SPEC, DeliveredPool, Interleaving, NumbersCompute, Page, batch_of
+from tests.packing.sizes import meeting_of
+from tests.runtime.interleaving import SPEC, DeliveredPool, Interleaving, Numbers, NumbersCompute, Page, batch_of
 
 SPECS = {"image": SPEC, HIDDEN: SPEC}
 
@@ -29,26 +33,40 @@ class StageCompute(NumbersCompute):
 
     stage: int = 0
     stages: int = 1
+    chunks: list[Numbers] = field(default_factory=list)
+    """What the chunks of the stage multiply by; the first is ``backbone``."""
 
     def microbatch_and_rows(
-        self, batch: Any, features: dict[str, Any], *, stage: str, step: Any, number: int, counts: bool = True
+        self,
+        batch: Any,
+        features: dict[str, Any],
+        *,
+        stage: str,
+        step: Any,
+        number: int,
+        counts: bool = True,
+        chunk: int = 0,
     ) -> tuple[Any, tuple[Tensor, ...]]:
+        self.gather("backbone", "microbatch")
         hidden = features.get(HIDDEN)
         if hidden is None:
             hidden = torch.arange(1, len(batch.tokens) + 1, dtype=torch.float64)[:, None] / 10
         self.read([tensor for tensor in features.values() if tensor is not None])
-        hidden = (hidden * self.backbone.weight).sin()
+        number = chunk * self.stages + self.stage
+        half = self.chunks[chunk] if chunk else self.backbone
+        hidden = (hidden * half.weight).sin()
         if "image" in features:
             place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
-            hidden = hidden + (features["image"] * place[:, None]).cos().sum(0) * self.backbone.weight
-        return (hidden.sum(), ()) if self.stage == self.stages - 1 else (None, (hidden,))
+            hidden = hidden + (features["image"] * place[:, None]).cos().sum(0) * half.weight
+        is_last = number == self.stages * max(len(self.chunks), 1) - 1
+        return (hidden.sum(), ()) if is_last else (None, (hidden,))
 
 
 def with_tokens(batch: StepBatch) -> StepBatch:
     """The same with as many tokens in each microbatch as the plan says."""
     sizes = batch.plan.sizes
     filled = [
-        packed and replace(packed, tokens=torch.zeros(int(sizes.tokens[[*packed.samples]].sum()), dtype=torch.int64))
+        packed and replace(packed, tokens=torch.zeros(_tokens(sizes, packed.samples), dtype=torch.int64))
         for packed in batch.microbatches
     ]
     batch.microbatches = tuple(filled)
@@ -85,11 +103,13 @@ class StagedStep:
     Args:
         plan: the step's plan.
         stages: of the backbone.
-        colocated: every rank has an encoder and a stage; else backbone ranks come first.
+        colocated: every rank has an encoder, and the first ones a stage; else backbone ranks come first.
         kept_batches: encoder batches whose activations may be kept.
         trains: gradients go back to the encoder.
         seed: of the order in which ranks run and messages arrive.
         spare_bytes: of the pool, above those with which no order can block.
+        virtual: chunks of each stage.
+        sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
 
     Attributes:
         executed: the passes of the ranks, in order.
@@ -106,16 +126,24 @@ class StagedStep:
         trains: bool,
         seed: int,
         spare_bytes: int = 0,
+        virtual: int = 1,
+        sharing: bool = False,
     ) -> None:
         encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
         trunk = range(stages * backbones)
-        encoder_ranks = [*trunk] if colocated else [*range(len(trunk), len(trunk) + encoders)]
-        assert len(encoder_ranks) == encoders
+        encoder_ranks = [*range(encoders)] if colocated else [*range(len(trunk), len(trunk) + encoders)]
+        assert not colocated or encoders >= len(trunk)
         pairs = {"encoder": tuple((rank, rank % backbones) for rank in trunk)} if colocated else {}
-        members = StepMembers({"encoder": encoders, "backbone": backbones}, plan.graph, colocated=pairs, stages=stages)
+        meets = {"backbone": meeting_of(backbones)} if sharing else {}
+        counts = {"encoder": encoders, "backbone": backbones}
+        members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, stages=stages, virtual=virtual)
         ranks_of: Mapping[str, Sequence[tuple[int, ...]]] = {
             "encoder": [(rank,) for rank in encoder_ranks],
-            **{stage_name("backbone", s): [(s * backbones + m,) for m in range(backbones)] for s in range(stages)},
+            **{
+                name("backbone", stage): [(stage * backbones + member,) for member in range(backbones)]
+                for name in (stage_name, slice_name)
+                for stage in range(stages)
+            },
         }
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
@@ -128,6 +156,10 @@ class StagedStep:
             own |= {"encoder": encoder_ranks.index(rank)} if rank in encoder_ranks else {}
             shard = RankShard(members, own, rank // backbones if rank in trunk else 0)
             compute = StageCompute(specs=SPECS, stage=shard.stage, stages=stages)
+            compute.chunks = [compute.backbone, *(Numbers() for _ in range(virtual - 1))]
+            if sharing and rank in trunk:
+                peers = [shard.stage * backbones + member for member in range(backbones)]
+                compute.gather = partial(_meet, interleaving, rank, peers)
             batch = with_tokens(batch_of(plan, shard))
             training = [*(["encoder"] if trains else []), "backbone"]
             step = Step(batch, make_program(plan, shard, kept_batches), "train", 0, training)
@@ -140,15 +172,29 @@ class StagedStep:
             self.computes.append(compute)
             self.executed.append(step.executed)
         interleaving.run(parts)
-        self._stages, self._trunk = stages, trunk
+        self._stages, self._virtual, self._trunk = stages, virtual, trunk
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Of the encoder and of each stage, summed over their ranks in order."""
-        zero, stages = torch.zeros(1, 2, dtype=torch.float64), range(self._stages)
+        """Of the encoder and of each stage, virtual ones counted, summed over their ranks in order."""
+        zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._stages * self._virtual)
         encoder = sum((_gradient(compute.encoder) for compute in self.computes), zero)
         of_trunk = [self.computes[rank] for rank in self._trunk]
-        return [encoder] + [sum((_gradient(c.backbone) for c in of_trunk if c.stage == s), zero) for s in stages]
+        parts = [divmod(number, self._stages) for number in numbers]
+        return [encoder] + [
+            sum((_gradient(each.chunks[chunk]) for each in of_trunk if each.stage == stage), zero)
+            for chunk, stage in parts
+        ]
+
+
+def _meet(interleaving: Interleaving, rank: int, peers: Sequence[int], role: str, what: str) -> None:
+    """Ranks of a stage come to one pass of the backbone together."""
+    if role == "backbone":
+        interleaving.gather(rank, peers, what)
+
+
+def _tokens(sizes: SampleSizes, samples: Sequence[int]) -> int:
+    return int(sizes.tokens[[*samples]].sum()) if samples else PADDING_LENGTH
 
 
 def _gradient(half: Any) -> Tensor:

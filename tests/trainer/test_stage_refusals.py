@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
 from flowtrain_lightning.allocator import Layout
-from flowtrain_lightning.callbacks import AdaptCosts, AverageWeights, EvaluateAnswers, FlowReplan
+from flowtrain_lightning.callbacks import AdaptCosts, EvaluateAnswers, FlowReplan
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
 from tests.tiny import TinyVLM, tiny_data, write_records
@@ -18,16 +18,16 @@ from tests.tiny import TinyVLM, tiny_data, write_records
 STAGES = {"encoder": Layout(1), "backbone": Layout(1, pipeline=2)}
 
 
-class LateBloomer(AverageWeights):
+class LateBloomer(FlowReplan):
     """A callback of the user's that derives from one."""
 
 
-def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None) -> str:
+def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, **degrees: int) -> str:
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
     trainer.datamodule = data
     refuse_beside_stages({**STAGES, "backbone": Layout(2)}, module, trainer)  # all of it goes with a whole backbone
     with pytest.raises(ValueError, match=r"^The backbone has pipeline 2, but ") as error:
-        refuse_beside_stages(STAGES, module, trainer)
+        refuse_beside_stages({**STAGES, "backbone": Layout(1, pipeline=2, **degrees)}, module, trainer)
     return str(error.value)
 
 
@@ -42,18 +42,24 @@ def test_nothing_else_is(module):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     refuse_beside_stages(STAGES, module, trainer)
     trainer.state.fn = TrainerFn.PREDICTING
-    with pytest.raises(ValueError, match="predictions need all layers for each new token"):
-        refuse_beside_stages(STAGES, module, trainer)
+    refuse_beside_stages(STAGES, module, trainer)
+
+
+@pytest.mark.parametrize("name", ["generate", "backbone_step"])
+def test_generation_by_methods_of_the_users_is(name: str):
+    own = type("Own", (TinyVLM,), {name: lambda self, *_: None})()
+    own.configure_model()
+    assert f"Own defines {name}, and predictions need all layers" in refused(own, [EvaluateAnswers()])
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, own, trainer)
 
 
 @pytest.mark.parametrize(
     ("callback", "name"),
     [
         (AdaptCosts(), "AdaptCosts"),
-        (AverageWeights(), "AverageWeights"),
-        (EvaluateAnswers(), "EvaluateAnswers"),
         (FlowReplan(), "FlowReplan"),
-        (LateBloomer(), "AverageWeights"),
+        (LateBloomer(), "FlowReplan"),
     ],
 )
 def test_callbacks_that_need_whole_microbatches_or_layers_are(module, callback: L.Callback, name: str):
@@ -71,6 +77,12 @@ def test_compiled_layers_are(module):
     assert "compile='blocks' was given" in refused(module)
 
 
-def test_a_models_own_checkpointing_is(module):
+def test_predictions_in_virtual_stages_are(module):
+    assert "virtual 2, and predictions go through each stage once" in refused(module, [EvaluateAnswers()], virtual=2)
+
+
+def test_a_models_own_checkpointing_is_beside_tensor_ranks_alone(module):
     module.backbone.gradient_checkpointing = True
-    assert "give the layout recompute='full'" in refused(module)
+    assert "give the layout recompute='full'" in refused(module, tensor=2)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, module, trainer)

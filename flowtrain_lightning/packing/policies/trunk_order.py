@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from flowtrain_lightning.packing.policies.virtual_stages import virtual_stage_orders
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan
@@ -36,18 +37,21 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
     Where nobody reads what the trunk makes, each microbatch goes backward at once. Else two may be open, so that the
     trunk need not wait for those behind it; one, where a rank has both roles and takes turns in a fixed order. In
     stages it is 1F1B: in each as many may be open as there are stages from it on, so that none waits for what comes
-    later, and the last one never waits for gradients.
+    later, and the last one never waits for gradients. Of virtual stages the first ones count.
 
     Args:
         plan: who encodes and who reads what.
         members: of all roles.
         stage: of the trunk; encoders go by the first, which is the last to give gradients.
     """
+    count = len(plan.microbatches[0])
+    if members.virtual > 1:
+        of_stage = virtual_stage_orders(count, members.stages, members.virtual)[stage]
+        return _with_answers((each.kind, each.position) for each in of_stage if each.chunk == 0)
     if members.stages > 1:
-        every = range(len(plan.microbatches[0]))
-        return _with_answers(in_order(len(every), every, members.stages - stage))
+        return _with_answers(in_order(count, range(count), members.stages - stage))
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
-    return _with_answers(in_order(len(plan.microbatches[0]), read, most_open(members)))
+    return _with_answers(in_order(count, read, most_open(members)))
 
 
 def most_open(members: StepMembers) -> int:
