@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator import Allocation, AllocationError
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import most_open
@@ -36,6 +36,7 @@ def lane_work(
     needs_others = allocation.placement == "mixed" and any(layouts[role].shares_weights for role in producers)
     trunk, stages = allocation.trunk, stage_names(allocation.trunk, members.stages)
     behind = allocation.graph.behind
+    _refuse_stages_not_played(allocation, members)
     parts = stages or (trunk,)
     opened = {name: members.stages - stage for stage, name in enumerate(stages)}  # see `trunk_order`
     rules = StepRules(
@@ -65,6 +66,20 @@ def lane_work(
             }
         )
     return works, rules
+
+
+def _refuse_stages_not_played(allocation: Allocation, members: StepMembers) -> None:
+    """Raises an AllocationError for orders of stages that train, but that the model of a step's time does not know."""
+    if members.virtual > 1:
+        raise AllocationError(
+            f"The plan's {allocation.trunk} has virtual {members.virtual}: interleaved stages train, but are not simulated "
+            "today. Leave virtual out to simulate one run of layers a stage."
+        )
+    if members.stages > 1 and members.in_fixed_order and members.colocated:
+        raise AllocationError(
+            f"The plan's {allocation.trunk} is in stages on ranks that encode too, some of which need each other in a "
+            "pass: that trains, but is not simulated today. Give encoders whole copies or ranks of their own."
+        )
 
 
 def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str, part: str) -> Callable[[IntArray], PassTimes]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.cost_model import CostModel
 from flowtrain_lightning.packing.simulator import simulate_steps
@@ -129,3 +129,28 @@ def test_equal_samples_take_about_what_is_predicted(name):
     """The model takes all stages to be as slow as the slowest one, and nothing to be done in a bubble."""
     predicted, simulated = compared(STAGES[name])
     assert 0.9 * predicted < simulated < 1.02 * predicted
+
+
+SHARDED_ENCODERS = Allocation(
+    "colocated",
+    {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(1, pipeline=2)},
+    {"encoder": (0, 1), "backbone": (0, 1)},
+)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "told"),
+    [
+        (
+            in_stages("separate", Layout(1, pipeline=2, virtual=2)),
+            "has virtual 2: interleaved stages train, but are not",
+        ),
+        (SHARDED_ENCODERS, "in stages on ranks that encode too, some of which need each other"),
+    ],
+    ids=["virtual", "taking turns"],
+)
+def test_orders_that_train_but_are_not_played_are_refused_by_name(allocation, told):
+    sizes = draw_sizes(np.random.default_rng(0))
+    plans = [plan_on(allocation, sizes, np.arange(8), 100)]
+    with pytest.raises(AllocationError, match=told):
+        lane_work(plans, allocation, EvenStages(), 4)
