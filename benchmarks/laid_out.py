@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -209,3 +210,4 @@ def train_all(jobs: Sequence[LaidOutJob]) -> None:
     for job in jobs:
         job.folder.mkdir(parents=True, exist_ok=True)
         train(job)
+        gc.collect()  # the pool's memory

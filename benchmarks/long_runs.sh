@@ -8,6 +8,6 @@ PYTHON="${PYTHON:-.venv/bin/python}"
 "$PYTHON" benchmarks/projected.py                                      # about 30 minutes
 "$PYTHON" benchmarks/train.py --emulate 8 --rounds 5 --steps 16        # about 5 minutes
 "$PYTHON" benchmarks/emulate_layouts.py                                # about 40 minutes
-"$PYTHON" benchmarks/long_samples.py                                   # about 25 minutes
+"$PYTHON" benchmarks/long_samples.py                                   # about 45 minutes
 "$PYTHON" benchmarks/emulated_plans.py                                 # about 45 minutes
 "$PYTHON" benchmarks/train.py                                          # about 35 minutes

@@ -1,14 +1,14 @@
 """Few long samples a step: what it gains to share sequences and to deal the tower freely, beside what others do.
 
-python benchmarks/long_samples.py                  every cell simulated and run: half an hour on two cores
-python benchmarks/long_samples.py --emulate 64K    the same, but only cells with 64K in their name run: ten minutes
-python benchmarks/long_samples.py --emulate        only simulated, within a minute; runs that there are are kept
-python benchmarks/long_samples.py --quick          a run of short samples and steps, to see that it runs
+python benchmarks/long_samples.py                every cell simulated and run: three quarters of an hour
+python benchmarks/long_samples.py --cells 64K    the same for cells with 64K in their names; others' runs are kept
+python benchmarks/long_samples.py --simulate     none is run; runs that there are are kept
+python benchmarks/long_samples.py --quick        a run of short samples and steps, to see that it runs
 
 Qwen2.5-VL on H100, samples of 32K to 128K tokens, one for every four ranks. What runs are real processes that sleep for
-as long as the planner's model says, in steps stretched until what the runtime itself needs is small beside them. Some
-runs go on beside each other, since ranks sleep nearly always. The towers of two baselines are ones that no run here
-has, so that their costs stand in for them (`SharedTower`).
+as long as the planner's model says, in steps stretched until what the runtime itself needs is small beside them. Runs
+of 4, 8 and 16 ranks go on beside each other, since ranks sleep nearly always. The towers of two baselines are ones that
+no run here has, so that their costs stand in for them (`SharedTower`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
@@ -47,6 +48,7 @@ CELLS = [
 ]
 _NAME = "long-samples"
 _WARMUP = 2  # steps in which context ranks are compared
+_WRITING_SECONDS = 2.0  # that a rank takes at most to write what it measured
 _BFLOAT16 = 2  # bytes
 _DEADLINE = 300.0  # seconds of a run
 
@@ -80,7 +82,8 @@ def main() -> None:
     options = parse()
     file = options.out / f"{_NAME}.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    cells = [LongCell("qwen2.5-vl-3b", 8192, 4, frozen=False)] if options.quick else CELLS
+    cells = [each for each in CELLS if all(words in each.name for words in options.cells)]
+    cells = [LongCell("qwen2.5-vl-3b", 8192, 4, frozen=False)] if options.quick else cells
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
         for cell in cells:
@@ -90,14 +93,15 @@ def main() -> None:
             for name, contender in contenders.items():
                 planned = {"plan": describe(contender.plan), "ideal": contender.simulated}
                 found[name] = found.get(name, {}) | planned
-                if options.quick or any(words in cell.name for words in options.emulate):
+                if not options.simulate:
                     folder = Path(temporary) / cell.name / name
                     runs.append(run_of(contender, name, cell, data, folder, options.seconds))
             found[OURS]["planned"] = contenders[OURS].plan.seconds
         where = machine()
-        emulate(runs, options.lanes, Path(temporary))
-        for run in runs:
+        for run in emulate(runs, Path(temporary)):
             results[run.cell][run.contender] |= {**run.found, "machine": where}
+            print(f"{run.cell}, {run.contender}: {results[run.cell][run.contender]}", flush=True)
+            write_results(options.out, _NAME, results, text(results))
     write_results(options.out, _NAME, results, text(results))
     print(f"\n{text(results)}\nWritten to {options.out}.")
 
@@ -121,25 +125,28 @@ def run_of(contender: Contender, name: str, cell: LongCell, data: Path, folder: 
     return Run(cell.name, name, job, stretch)
 
 
-def emulate(runs: Sequence[Run], lanes: int, folder: Path) -> None:
-    """Runs all: those of as many ranks share these processes, and so many such families are at work beside each other.
+def emulate(runs: Sequence[Run], folder: Path) -> Iterator[Run]:
+    """Runs all, and gives those that have ended: such of as many ranks one after another, in processes that they share.
 
     Raises:
         RuntimeError: some have failed; what they printed is above.
     """
-    fork, families = multiprocessing.get_context("fork"), []
+    fork, families, left = multiprocessing.get_context("fork"), [], [*runs]
     for ranks, of_ranks in groupby(sorted((run.job for run in runs), key=_ranks), _ranks):
         jobs = list(of_ranks)
-        for lane in range(min(lanes, len(jobs))):
-            own = jobs[lane::lanes]
-            arguments = (laid_out.train_all, own, ranks, folder / f"{ranks} ranks, {lane}", _DEADLINE * len(own))
-            families.append(fork.Process(target=launch, args=arguments))
-    for family in families:
-        family.start()
+        arguments = (laid_out.train_all, jobs, ranks, folder / f"{ranks} ranks", _DEADLINE * len(jobs))
+        families.append(fork.Process(target=launch, args=arguments))
+        families[-1].start()
+    while left:
+        at_work = any(family.is_alive() for family in families)
+        ended = [run for run in left if len([*run.job.folder.glob("rank*.json")]) == _ranks(run.job)]
+        time.sleep(_WRITING_SECONDS)
+        yield from ended
+        left = [run for run in left if run not in ended]
+        if not at_work and not ended:
+            raise RuntimeError("Runs have failed; what they printed is above.")
     for family in families:
         family.join()
-    if any(family.exitcode for family in families):
-        raise RuntimeError("Runs have failed; what they printed is above.")
 
 
 def _ranks(job: LaidOutJob) -> int:
@@ -204,11 +211,9 @@ def _cell(cell: Mapping[str, Any], contender: str, kind: str) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--emulate", nargs="*", default=["K"], metavar="WORDS", help="cells that have some in their name"
-    )
+    parser.add_argument("--cells", nargs="+", default=[], metavar="WORDS", help="only those whose names have all")
+    parser.add_argument("--simulate", action="store_true", help="none is run")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a stretched step (default: %(default)s)")
-    parser.add_argument("--lanes", type=int, default=2, help="runs beside each other of as many ranks (default: 2)")
     parser.add_argument("--quick", action="store_true", help="short samples; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     return parser.parse_args()

@@ -124,12 +124,12 @@ def write_records(folder: Path, pictures: int, questions: int) -> Path:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    count: int = sdpa_flop_count(query, key, value)
+    count: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
     return count
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    count: int = sdpa_backward_flop_count(gradient, query, key, value)
+    count: int = sdpa_backward_flop_count(gradient, query, key, value)  # type: ignore[no-untyped-call]
     return count
 
 
@@ -148,11 +148,11 @@ class FlopsOfSteps(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begins to count."""
-        self.counter.__enter__()
+        self.counter.__enter__()  # type: ignore[no-untyped-call]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ends it."""
-        self.counter.__exit__(None, None, None)
+        self.counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class EpochEnds(L.Callback):
