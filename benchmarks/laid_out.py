@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,11 @@ def fit(job: LaidOutJob, module: LaidOutVLM) -> None:
         default_root_dir=job.folder,
     )
     trainer.fit(module, emulated_data(job.data, job.global_batch_size, job.token_budget, job.packing))
+
+
+def train_all(jobs: Sequence[LaidOutJob]) -> None:
+    """Train, as one of the ranks of all these jobs, one after another: so the process is warm for all but the first."""
+    for job in jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        train(job)
+        gc.collect()  # the pool's memory

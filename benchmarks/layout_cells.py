@@ -178,9 +178,7 @@ def simulated_seconds(job: LaidOutJob) -> float:
 def run_job(
     job: LaidOutJob, deadline: float = _DEADLINE, train: Callable[[LaidOutJob], None] = laid_out.train
 ) -> dict[str, float]:
-    """Seconds of a step, and the shares of the cores and of a rank's time that ranks took.
-
-    ``cores`` counts all processes of the ranks, ``runtime`` the threads that train, without what stands for computing.
+    """Runs a job; see `measured`.
 
     Args:
         job: what to run.
@@ -188,6 +186,17 @@ def run_job(
         train: what each rank does.
     """
     launch(train, job, job.allocation.size, job.folder, deadline)
+    return measured(job)
+
+
+def measured(job: LaidOutJob) -> dict[str, float]:
+    """Seconds of a step, and the shares of the cores and of a rank's time that ranks took.
+
+    ``cores`` counts all processes of the ranks, ``runtime`` the threads that train, without what stands for computing.
+
+    Args:
+        job: that has run.
+    """
     ranks = read_ranks(job.folder)
     ends = ranks[0]["ends"]
     seconds = ends[-1] - ends[job.warmup - 1]

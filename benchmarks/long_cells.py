@@ -44,7 +44,7 @@ DEVICE = "h100"
 MOMENT = (16, 32)
 """Rows of features along the sides of a clip's moment, which is a media item: 2,048 patches."""
 
-STEPS = 5
+STEPS = 4
 _RECORDS = 4 * STEPS
 _OF_CLIPS = 7 / 8  # of the tokens
 _TEMPLATE_ROOM = 64  # tokens, and a few for each media item

@@ -1,23 +1,28 @@
 """Few long samples a step: what it gains to share sequences and to deal the tower freely, beside what others do.
 
-python benchmarks/long_samples.py              every cell simulated, and those of `EMULATED` run: an hour and a half
-python benchmarks/long_samples.py --emulate    only simulated, within a minute; runs that there are are kept
-python benchmarks/long_samples.py --quick      a run of short samples and steps, to see that it runs
+python benchmarks/long_samples.py                every cell simulated and run: three quarters of an hour
+python benchmarks/long_samples.py --cells 64K    the same for cells with 64K in their names; others' runs are kept
+python benchmarks/long_samples.py --simulate     none is run; runs that there are are kept
+python benchmarks/long_samples.py --quick        a run of short samples and steps, to see that it runs
 
 Qwen2.5-VL on H100, samples of 32K to 128K tokens, one for every four ranks. What runs are real processes that sleep for
-as long as the planner's model says, in steps stretched until what the runtime itself needs is small beside them. The
-towers of two baselines are ones that no run here has, so that their costs stand in for them (`SharedTower`).
+as long as the planner's model says, in steps stretched until what the runtime itself needs is small beside them. Runs
+of 4, 8 and 16 ranks go on beside each other, since ranks sleep nearly always. The towers of two baselines are ones that
+no run here has, so that their costs stand in for them (`SharedTower`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
-from itertools import product
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +31,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share
 
 from benchmarks import laid_out
 from benchmarks.laid_out import LaidOutJob
-from benchmarks.launch import machine
-from benchmarks.layout_cells import as_run, run_job, simulated_seconds
+from benchmarks.launch import launch, machine
+from benchmarks.layout_cells import as_run, measured, simulated_seconds
 from benchmarks.layout_plans import describe
 from benchmarks.long_cells import CONTENDERS, OURS, STEPS, Contender, LongCell
 from benchmarks.modules import ROOT
@@ -41,12 +46,35 @@ CELLS = [
         ("qwen2.5-vl-7b", "qwen2.5-vl-3b"), (32, 64, 128), (8, 16), (False, True)
     )
 ]
-EMULATED = [each.name for each in CELLS if each.tokens == 64 * 1024]
-
 _NAME = "long-samples"
 _WARMUP = 2  # steps in which context ranks are compared
+_WRITING_SECONDS = 2.0  # that a rank takes at most to write what it measured
 _BFLOAT16 = 2  # bytes
-_DEADLINE = 900.0  # seconds of a run
+_DEADLINE = 300.0  # seconds of a run
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contender of a cell, which runs.
+
+    Attributes:
+        cell: name of the cell.
+        contender: one of `CONTENDERS`.
+        job: what ranks do.
+        stretch: seconds of a run for each of the device's.
+    """
+
+    cell: str
+    contender: str
+    job: LaidOutJob
+    stretch: float
+
+    @property
+    def found(self) -> dict[str, float]:
+        """Seconds of a step, measured and ideal, in those of the device, and the runtime's share of it."""
+        run = measured(self.job)
+        own = simulated_seconds(self.job) / self.stretch
+        return {"step": run["step"] / self.stretch, "own": own, "runtime": run["runtime"], "stretch": self.stretch}
 
 
 def main() -> None:
@@ -54,8 +82,9 @@ def main() -> None:
     options = parse()
     file = options.out / f"{_NAME}.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    cells = [LongCell("qwen2.5-vl-3b", 8192, 4, frozen=False)] if options.quick else CELLS
-    emulated = [each.name for each in cells] if options.quick else options.emulate
+    cells = [each for each in CELLS if all(words in each.name for words in options.cells)]
+    cells = [LongCell("qwen2.5-vl-3b", 8192, 4, frozen=False)] if options.quick else cells
+    runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
         for cell in cells:
             data = cell.records(Path(temporary))
@@ -64,22 +93,22 @@ def main() -> None:
             for name, contender in contenders.items():
                 planned = {"plan": describe(contender.plan), "ideal": contender.simulated}
                 found[name] = found.get(name, {}) | planned
-            found[OURS]["planned"] = contenders[OURS].plan.seconds
-            if cell.name in emulated:
-                for name, contender in contenders.items():
+                if not options.simulate:
                     folder = Path(temporary) / cell.name / name
-                    stretch = options.seconds / contenders[OURS].simulated
-                    run = emulate(contender, cell, data, folder, stretch)
-                    found[name] |= {**run, "machine": machine()}
-                    print(f"{cell.name}, {name}: {found[name]}", flush=True)
-                    write_results(options.out, _NAME, results, text(results))
+                    runs.append(run_of(contender, name, cell, data, folder, options.seconds))
+            found[OURS]["planned"] = contenders[OURS].plan.seconds
+        where = machine()
+        for run in emulate(runs, Path(temporary)):
+            results[run.cell][run.contender] |= {**run.found, "machine": where}
+            print(f"{run.cell}, {run.contender}: {results[run.cell][run.contender]}", flush=True)
+            write_results(options.out, _NAME, results, text(results))
     write_results(options.out, _NAME, results, text(results))
     print(f"\n{text(results)}\nWritten to {options.out}.")
 
 
-def emulate(contender: Contender, cell: LongCell, data: Path, folder: Path, stretch: float) -> dict[str, float]:
-    """One run: seconds of a step, measured and ideal, in those of the device, and the runtime's share of it."""
-    folder.mkdir(parents=True)
+def run_of(contender: Contender, name: str, cell: LongCell, data: Path, folder: Path, seconds: float) -> Run:
+    """The run of a contender, whose step takes so many seconds where nothing takes time but what its costs say."""
+    stretch = seconds / contender.simulated
     job = LaidOutJob(
         allocation=as_run(contender.allocation),
         costs=StretchedCosts(contender.costs, stretch, contender.costs.encoder_trains),
@@ -93,9 +122,35 @@ def emulate(contender: Contender, cell: LongCell, data: Path, folder: Path, stre
         steps=STEPS - _WARMUP,
         step_bytes=int(2 * cell.samples * cell.tokens * laid_out.WIDTH * _BFLOAT16),
     )
-    run = run_job(job, _DEADLINE)
-    measured = {"step": run["step"] / stretch, "own": simulated_seconds(job) / stretch}
-    return {**measured, "runtime": run["runtime"], "stretch": stretch}
+    return Run(cell.name, name, job, stretch)
+
+
+def emulate(runs: Sequence[Run], folder: Path) -> Iterator[Run]:
+    """Runs all, and gives those that have ended: such of as many ranks one after another, in processes that they share.
+
+    Raises:
+        RuntimeError: some have failed; what they printed is above.
+    """
+    fork, families, left = multiprocessing.get_context("fork"), [], [*runs]
+    for ranks, of_ranks in groupby(sorted((run.job for run in runs), key=_ranks), _ranks):
+        jobs = list(of_ranks)
+        arguments = (laid_out.train_all, jobs, ranks, folder / f"{ranks} ranks", _DEADLINE * len(jobs))
+        families.append(fork.Process(target=launch, args=arguments))
+        families[-1].start()
+    while left:
+        at_work = any(family.is_alive() for family in families)
+        ended = [run for run in left if len([*run.job.folder.glob("rank*.json")]) == _ranks(run.job)]
+        time.sleep(_WRITING_SECONDS)
+        yield from ended
+        left = [run for run in left if run not in ended]
+        if not at_work and not ended:
+            raise RuntimeError("Runs have failed; what they printed is above.")
+    for family in families:
+        family.join()
+
+
+def _ranks(job: LaidOutJob) -> int:
+    return job.allocation.size
 
 
 def text(results: Mapping[str, Any]) -> str:
@@ -156,8 +211,9 @@ def _cell(cell: Mapping[str, Any], contender: str, kind: str) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulate", nargs="*", default=EMULATED, choices=[cell.name for cell in CELLS], help="cells")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of our stretched step (default: %(default)s)")
+    parser.add_argument("--cells", nargs="+", default=[], metavar="WORDS", help="only those whose names have all")
+    parser.add_argument("--simulate", action="store_true", help="none is run")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a stretched step (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="short samples; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     return parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import lightning as L
@@ -17,10 +18,8 @@ def take_precedence() -> bool:
     Returns:
         whether the system allowed it; nothing has changed if not.
     """
-    least = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
     try:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setscheduler(int(thread.name), os.SCHED_RR, least)
+        _schedule(os.SCHED_RR, os.sched_get_priority_min(os.SCHED_RR))
     except PermissionError:
         return False
     os.register_at_fork(after_in_child=_give_way)
@@ -28,11 +27,15 @@ def take_precedence() -> bool:
 
 
 class Precedence(L.Callback):
-    """Takes precedence when training begins: how long starting takes is not measured, and others have the cores."""
+    """Takes precedence while training goes on: how long starting takes is not measured, and others have the cores."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All threads of the runtime are there."""
         take_precedence()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What this process may start next is measured from its own beginning of training on."""
+        _schedule(os.SCHED_OTHER, 0)
 
 
 def may_take_precedence() -> bool:
@@ -48,3 +51,10 @@ def may_take_precedence() -> bool:
 
 def _give_way() -> None:
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _schedule(policy: int, priority: int) -> None:
+    """Of all threads of this process."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setscheduler(int(thread.name), policy, os.sched_param(priority))

@@ -9,6 +9,7 @@ nothing here), once shared with ``group_by="media"``. Then the tower is frozen, 
 features are kept: the second epoch stands beside the first, and beside the second one of a run that keeps nothing.
 
 CPU time is that of both processes between the ends of two epochs, which other work on the machine hardly changes.
+A step has ``SAMPLES``: to sum gradients and to step AdamW takes it the same, whatever is shared.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since two of them share
 
 import lightning as L
 import numpy as np
+import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.launch import launch, machine
 from benchmarks.modules import IMAGES, ROOT, SEED, TOKENIZER, sizes
@@ -40,7 +42,9 @@ from recipes.quickstart.module import QuickstartVLM
 
 QUESTIONS = 5
 SIZES = {"encoder_width": 256, "encoder_depth": 7, "backbone_width": 256, "backbone_depth": 4}
-EPOCHS = 3
+SAMPLES = 80
+"""Of a step."""
+EPOCHS = 2
 DEADLINE = 3600.0
 WORDS = ("red", "green", "blue", "grey", "dark", "light", "round", "wide", "tall", "small")
 WAYS = {
@@ -84,7 +88,7 @@ class Job:
             write_records(self.folder, self.pictures * (QUESTIONS // self.questions), self.questions),
             tokenizer=TOKENIZER,
             images=IMAGES,
-            global_batch_size=40,
+            global_batch_size=SAMPLES,
             token_budget=1024,
             seed=SEED,
             **ways[self.way],
@@ -117,6 +121,38 @@ def write_records(folder: Path, pictures: int, questions: int) -> Path:
             lines.append(json.dumps({"images": [{"path": name}], "messages": messages}))
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    count: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return count
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    count: int = sdpa_backward_flop_count(gradient, query, key, value)  # type: ignore[no-untyped-call]
+    return count
+
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""FLOPs of the attention that CPUs have, which PyTorch counts of GPUs alone."""
+
+
+class FlopsOfSteps(L.Callback):
+    """FLOPs of the steps that train, without what looks at the module before them."""
+
+    def __init__(self) -> None:
+        self.counter = FlopCounterMode(display=False, depth=4, custom_mapping=_ATTENTION)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begins to count."""
+        self.counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ends it."""
+        self.counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class EpochEnds(L.Callback):
@@ -166,14 +202,12 @@ def train(job: Job) -> None:
 
 
 def flops(job: Job) -> dict[str, float]:
-    """FLOPs of an epoch in one process, and the tower's part of them."""
-    module, counter = job.module(), FlopCounterMode(display=False, depth=4)
-    run = trainer(job, 1, max_epochs=1)
-    with counter:
-        run.fit(module, job.data())
-    counts = counter.get_flop_counts()
+    """FLOPs of a step in one process, and the tower's part of them; all steps are alike."""
+    module, counted = job.module(), FlopsOfSteps()
+    trainer(job, 1, counted, max_steps=1).fit(module, job.data())
+    counts = counted.counter.get_flop_counts()
     tower = sum(counts[type(module.encoder).__name__].values())
-    return {"total": float(counter.get_total_flops()), "tower": float(tower)}
+    return {"total": float(counted.counter.get_total_flops()), "tower": float(tower)}
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -187,7 +221,7 @@ def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often all ways take turns")
-    parser.add_argument("--pictures", type=int, default=64, help="how many are asked five questions each")
+    parser.add_argument("--pictures", type=int, default=32, help="how many are asked five questions each")
     parser.add_argument("--quick", action="store_true", help="a tiny size; the figures mean nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     options = parser.parse_args()

@@ -1,4 +1,8 @@
-"""Features of frozen encoders in a folder: each written once, read by ranks, later epochs and later runs."""
+"""Features of frozen encoders in a folder: each written once, read by ranks, later epochs and later runs.
+
+They are files, not a database of LMDB: its writers wait for each other, its room is set ahead, and it is not made for
+disks that nodes share. `benchmarks/kept_features.py` compares their times.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +108,7 @@ class FeatureStore:
         except OSError:
             return None
         with suppress(SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
-            features = _unpacked(content)
+            features = unpacked(content)
             if all(feature.shape[0] == rows for feature in features):
                 return features
         with suppress(OSError):
@@ -124,7 +128,7 @@ class FeatureStore:
         path = self._path(item)
         if path.exists():  # by another rank or run
             return True
-        content = _packed(features)
+        content = packed(features)
         if not self._reserve(len(content)):
             return False
         path.parent.mkdir(exist_ok=True)
@@ -228,14 +232,14 @@ def _count(root: Path) -> int:
     return used
 
 
-def _packed(features: Sequence[Tensor]) -> bytes:
+def packed(features: Sequence[Tensor]) -> bytes:
     """A file of safetensors that holds the digest of its tensors."""
     named = {str(number): feature.contiguous() for number, feature in enumerate(features)}
     content: bytes = save(named, metadata={"digest": _digest(list(named.values()))})
     return content
 
 
-def _unpacked(content: bytes) -> tuple[Tensor, ...]:
+def unpacked(content: bytes) -> tuple[Tensor, ...]:
     """The features that a file holds.
 
     Raises:

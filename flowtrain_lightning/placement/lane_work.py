@@ -72,8 +72,8 @@ def _refuse_stages_not_played(allocation: Allocation, members: StepMembers) -> N
     """Raises an AllocationError for orders of stages that train, but that the model of a step's time does not know."""
     if members.virtual > 1:
         raise AllocationError(
-            f"The plan's {allocation.trunk} has virtual {members.virtual}: interleaved stages train, but are not simulated "
-            "today. Leave virtual out to simulate one run of layers a stage."
+            f"The plan's {allocation.trunk} has virtual {members.virtual}: interleaved stages train, but are not "
+            "simulated today. Leave virtual out to simulate one run of layers a stage."
         )
     if members.stages > 1 and members.in_fixed_order and members.colocated:
         raise AllocationError(

@@ -34,7 +34,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def trained(family: str, layout: str, roles: str = "whole", budget: int | None = None) -> Path:
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family}
-        arguments |= {"roles": ROLES[roles], "encoder_budget": budget}
+        # Llama's norms round to float32, where a last bit of a weight can become 6e-8, whether pictures are cut or not:
+        # with Idefics3's numbers five steps make 1e-7 of it.
+        arguments |= {"roles": ROLES[roles], "encoder_budget": budget, "exact_norms": family == "idefics3"}
         job = Job(f"{family} {layout} {roles} {budget}", "tests.models.training:train", ranks_of(layout), arguments)
         return run_jobs(folder, [job])[job.name].check().folder
 
@@ -67,7 +69,5 @@ def test_a_picture_that_is_dealt_in_tiles_trains_as_a_whole_one(trained, family,
     assert sum(map(sum, found.encoder_batches)) > sum(map(sum, expected.encoder_batches))
     assert error(found.initial, expected.initial) == 0.0
     assert found.losses == pytest.approx(expected.losses, rel=1e-9)
-    # AdamW makes whole steps of Idefics3's weights whose gradients are rounding alone, and later steps magnify that.
-    steps = 1 if family == "idefics3" else None
-    pairs = zip(found.gradients[:steps], expected.gradients[:steps], strict=True)
+    pairs = zip(found.gradients, expected.gradients, strict=True)
     assert max(error(*pair) for pair in pairs) <= 1e-9

@@ -8,6 +8,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import PackingConfig
@@ -56,14 +58,18 @@ def train(
     resumes: str | None = None,
     saves_after: int = STEPS,
     encoder_budget: int | None = None,
+    exact_norms: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and all checkpoints.
 
     These are ``last.ckpt`` of the end, and ``middle.ckpt`` of the step that was asked for.
 
-    ``moves`` says whether a projector behind a frozen tower goes to the backbone half, ``muon`` that `MuonAdamW` steps.
+    ``moves`` says whether a projector behind a frozen tower goes to the backbone half, ``muon`` that `MuonAdamW` steps,
+    ``exact_norms`` that Llama's norms do not round to float32.
     """
     torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
+    if exact_norms:
+        LlamaRMSNorm.forward = _whole_norm
     chosen, recorder = family_of(family.removesuffix(BY_ANY)), Recorder()
     kind: Any = AnyVLM if family.endswith(BY_ANY) else chosen.kind
     kind = kind if moves else type("Kept", (kind,), {"projector": ()})
@@ -94,3 +100,9 @@ def train(
     trainer.save_checkpoint(folder / "last.ckpt")
     recorder.save(folder)
     disconnect_groups()
+
+
+def _whole_norm(norm: LlamaRMSNorm, hidden: Tensor) -> Tensor:
+    """Llama's norm, in the numbers of what it gets."""
+    scaled: Tensor = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * scaled

@@ -143,7 +143,7 @@ SHARDED_ENCODERS = Allocation(
     [
         (
             in_stages("separate", Layout(1, pipeline=2, virtual=2)),
-            "has virtual 2: interleaved stages train, but are not",
+            "has virtual 2: interleaved stages train, but",
         ),
         (SHARDED_ENCODERS, "in stages on ranks that encode too, some of which need each other"),
     ],
