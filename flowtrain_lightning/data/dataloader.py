@@ -20,7 +20,7 @@ from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.delivery import Delivery, Prepare, PrepareMedia, next_batch, with_inputs
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
 from flowtrain_lightning.data.large_media import LargeMedia
-from flowtrain_lightning.data.producer_pace import ProducerPace
+from flowtrain_lightning.data.loading_pace import LoadingPace
 from flowtrain_lightning.data.producers import ProducedSteps
 from flowtrain_lightning.data.ray_cluster import RayCluster
 from flowtrain_lightning.data.sampler import StepSampler
@@ -55,6 +55,9 @@ class StepLoader:
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
         prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
         keeping: says, when an epoch begins, where features are kept; None: nowhere.
+
+    Attributes:
+        pace: how long the rank waits for its steps.
     """
 
     batch_sampler = None
@@ -81,7 +84,7 @@ class StepLoader:
         self._delivered_last: _Position | None = None
         self._num_workers = num_workers
         self._cluster = cluster
-        self._pace = None if cluster is None else ProducerPace(steps.shard, cluster.producers)
+        self.pace = LoadingPace(steps.shard, None if cluster is None else cluster.producers)
         self._pin_memory = pin_memory
         self._prepare = prepare
         self._prepare_media = partial(with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
@@ -298,16 +301,14 @@ class _StepIterator(Iterator[StepBatch]):
         with self._lock:
             if self._loader is None:
                 raise RuntimeError("This iterator ended when another one of the same StepLoader began; use that one.")
-            if (pace := self._loader._pace) is not None:
-                pace.asked()
+            self._loader.pace.asked()
             if not self._look_ahead(1):
                 self._loader._has_ended()
                 raise StopIteration
             delivery = self._ahead.popleft()
             self._next = delivery.batch.step + 1
             self._loader._delivered(delivery)
-            if pace is not None:
-                pace.given(delivery.seconds, len(delivery.batch.plan.samples))
+            self._loader.pace.given(delivery.seconds, len(delivery.batch.plan.samples))
             return delivery.batch
 
     def close(self) -> None:
