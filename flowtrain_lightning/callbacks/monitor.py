@@ -34,11 +34,12 @@ class FlowMonitor(L.Callback):
 
     ``throughput/``, ``packing/`` and ``mfu/`` are of all ranks together, and there under plain Lightning too; see
     `flowtrain_lightning.metrics`. ``time/`` has for every lane the shares of compute, stall and communication in its
-    time; ``pool/`` for every rank what its part of the pool does; ``memory/`` the most bytes that it has had;
-    ``experts/`` how often tokens of all ranks chose each expert of a mixture, over the mean, in all layers (not where
-    layers are compiled); and where ranks share them, the rows that those of a rank compute, those dropped (none), the
-    fullest expert's over the mean of its layer there, and the fullest rank's over the mean. No rank waits for another
-    one to tell its metrics: those of encoder ranks may be of some steps before.
+    time; ``data/`` for every rank the share of its time in which it waits for its loader, and how many more producers
+    would make its steps at its pace; ``pool/`` for every rank what its part of the pool does; ``memory/`` the most
+    bytes that it has had; ``experts/`` how often tokens of all ranks chose each expert of a mixture, over the mean, in
+    all layers (not where layers are compiled); and where ranks share them, the rows that those of a rank compute, those
+    dropped (none), the fullest expert's over the mean of its layer there, and the fullest rank's over the mean. No rank
+    waits for another one to tell its metrics: those of encoder ranks may be of some steps before.
 
     Args:
         every_n_steps: steps between two reports; None takes the Trainer's ``log_every_n_steps``.
@@ -95,6 +96,8 @@ class FlowMonitor(L.Callback):
         }
         runner: RoleRunner | None = getattr(trainer.strategy, "runner", None)
         told = [] if runner is None else [note["metrics"] for note in runner.report.notes if "metrics" in note]
+        if runner is None and isinstance(loader := trainer.train_dataloader, StepLoader):
+            found |= loader.pace.metrics("rank 0")
         for of_rank in told:
             found |= {name: value for name, value in of_rank.items() if not _EXPERT.fullmatch(name)}
         found |= _fullest_ranks(found) | _fullness_of_experts(told)

@@ -1,4 +1,4 @@
-"""A progress bar that also shows samples per second and how long the backbone waits."""
+"""A progress bar that also shows samples per second, how long the backbone waits, and for which data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from flowtrain_lightning.runtime.timeline import STALL
 
 
 class FlowProgressBar(TQDMProgressBar):
-    """Lightning's bar with ``samples/s`` and ``stall``, the share of its time that rank 0's backbone lane waits."""
+    """Lightning's bar with ``samples/s`` and ``stall``, the share of its time that rank 0's backbone lane waits.
+
+    Where rank 0 waits for its loader it says so, with the share of its time, and how many more producers would do.
+    """
 
     _started: float = 0.0
     _paused: float = 0.0
@@ -47,6 +50,10 @@ class FlowProgressBar(TQDMProgressBar):
         metrics.pop("v_num", None)
         if trainer.training and self._samples:
             metrics["samples/s"] = f"{self._samples / (time.monotonic() - self._started):.0f}"
+            pace = getattr(trainer.train_dataloader, "pace", None)
+            if pace is not None and (bottleneck := pace.bottleneck) is not None:
+                waits, share = bottleneck
+                metrics[waits] = share
             runner = getattr(trainer.strategy, "runner", None)
             if runner is not None:
                 metrics["stall"] = f"{100 * runner.timeline.share(runner.trunk, STALL):.0f}%"

@@ -5,9 +5,9 @@ records lie, `formats.py` and `given_tokens.py` what one means; `conversation.py
 `sample_tokens.py` make tokens of it, `image_files.py` and `image_processor.py`, and likewise of videos and
 audio, patches; `measuring.py` and `index.py` know sizes; `sampler.py` and `token_stream.py` say which
 samples are in a step; `step_packing.py` and `dataset.py` plan and load one rank's shard of it; `dataloader.py` gives it
-out, with `workers.py` and `worker_channels.py` where other processes load, `producers.py` and `ray_cluster.py` where
-Ray does. `node_sources.py` and `node_reader.py` let one process read for all of a node. `feature_store.py` keeps what
-frozen encoders made of media.
+out, with `workers.py` and `worker_channels.py` where other processes load, `producers.py`, `ray_client.py` and
+`step_maker.py` where Ray does. `node_sources.py` and `node_reader.py` let one process read for all of a node.
+`feature_store.py` keeps what frozen encoders made of media.
 """
 
 from flowtrain_lightning.data.audio_header import AudioError

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.delivery import Delivery, Prepare, PrepareMedia, next_batch, with_inputs
 from flowtrain_lightning.data.feature_keeping import FeatureKeeping
 from flowtrain_lightning.data.large_media import LargeMedia
-from flowtrain_lightning.data.producer_pace import ProducerPace
-from flowtrain_lightning.data.producers import ProducedSteps, StepsAhead, naming_ray
+from flowtrain_lightning.data.loading_pace import LoadingPace
+from flowtrain_lightning.data.producers import ProducedSteps
 from flowtrain_lightning.data.ray_cluster import RayCluster
 from flowtrain_lightning.data.sampler import StepSampler
 from flowtrain_lightning.data.step_packing import CostChange
@@ -50,11 +50,14 @@ class StepLoader:
         steps: the steps.
         files: fingerprints of the data's files; kept in the state.
         num_workers: processes that load; with 0 the training process loads. They live until :meth:`close`.
-        cluster: the Ray whose producers load, asked by one process; None: ``num_workers`` load.
+        cluster: the Ray whose producers load; None: ``num_workers`` load.
         pin_memory: batches lie in page-locked memory.
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
         prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
         keeping: says, when an epoch begins, where features are kept; None: nowhere.
+
+    Attributes:
+        pace: how long the rank waits for its steps.
     """
 
     batch_sampler = None
@@ -79,14 +82,15 @@ class StepLoader:
         self._done = _Position(0, 0, None)
         self._large_media = LargeMedia(cut=steps.cuts_media)
         self._delivered_last: _Position | None = None
-        self._num_workers = num_workers if cluster is None else 1
+        self._num_workers = num_workers
         self._cluster = cluster
-        self._pace = None if cluster is None else ProducerPace(steps.shard, cluster.producers)
+        self.pace = LoadingPace(steps.shard, None if cluster is None else cluster.producers)
         self._pin_memory = pin_memory
         self._prepare = prepare
         self._prepare_media = partial(with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
         self._keeping = keeping
         self._loader: DataLoader[SharedMemoryBatch | None] | None = None
+        self._produced: ProducedSteps | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._coming: Future[Delivery | None] | None = None
@@ -165,7 +169,7 @@ class StepLoader:
     @property
     def planned_ahead(self) -> int:
         """Steps, at most, that are planned beyond the last one that was asked for."""
-        return 1 + (_PREFETCHED * self._num_workers if self._cluster is None else ProducedSteps.ahead(self._cluster))
+        return 1 + _PREFETCHED * self._num_workers if self._cluster is None else ProducedSteps.ahead(self._cluster)
 
     def close(self) -> None:
         """End thread and workers. A later iterator starts new ones."""
@@ -181,8 +185,14 @@ class StepLoader:
         if self._thread is not None:
             self._thread.shutdown(wait=waits, cancel_futures=True)
             self._thread = None
+        self._forget_loader()
+
+    def _forget_loader(self) -> None:
         # The DataLoader's own iterator ends its workers when nothing refers to it any more.
         self._loader = None
+        if self._produced is not None:
+            self._produced.close()
+            self._produced = None
 
     def _release(self) -> None:
         """End the iterator in use."""
@@ -211,7 +221,7 @@ class StepLoader:
         self._done = _Position(epoch, self.sampler.first, self._done.stream)
         self._delivered_last = None
         if self._keeping is not None and (stores := self._keeping.stores()) != self.steps.stores:
-            self._loader = None  # its workers know the former ones
+            self._forget_loader()  # its workers know the former ones
             self.steps = replace(self.steps, stores=stores)
         return self._iterate()
 
@@ -228,6 +238,10 @@ class StepLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[SharedMemoryBatch | None]:
+        if self._cluster is not None:
+            if self._produced is None:
+                self._produced = ProducedSteps(self.steps, self._cluster, pin_memory=self._pin_memory)
+            return self._produced.iterate(self.sampler)
         if self._loader is None:
             self._loader = self._build()
         if not self._num_workers:
@@ -236,19 +250,13 @@ class StepLoader:
             return iter(self._loader)
 
     def _build(self) -> DataLoader[SharedMemoryBatch | None]:
-        steps: Dataset[SharedMemoryBatch | None] = self.steps
-        sampler: Sampler[Any] = self.sampler
-        prefetched = _PREFETCHED if self._num_workers else None
-        if self._cluster is not None:
-            steps, prefetched = ProducedSteps(self.steps, self._cluster), 1  # others wait with the producers
-            sampler = StepsAhead(self.sampler, ProducedSteps.ahead(self._cluster))
         return DataLoader(
-            steps,
+            self.steps,
             batch_size=None,
-            sampler=sampler,
+            sampler=self.sampler,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
-            prefetch_factor=prefetched,
+            prefetch_factor=_PREFETCHED if self._num_workers else None,
             persistent_workers=self._num_workers > 0,
             worker_init_fn=WorkerStart(self._num_workers),
             # A generator of its own: the loader must not draw from the stream that the model's dropout reads.
@@ -293,16 +301,14 @@ class _StepIterator(Iterator[StepBatch]):
         with self._lock:
             if self._loader is None:
                 raise RuntimeError("This iterator ended when another one of the same StepLoader began; use that one.")
-            if (pace := self._loader._pace) is not None:
-                pace.asked()
+            self._loader.pace.asked()
             if not self._look_ahead(1):
                 self._loader._has_ended()
                 raise StopIteration
             delivery = self._ahead.popleft()
             self._next = delivery.batch.step + 1
             self._loader._delivered(delivery)
-            if pace is not None:
-                pace.given(delivery.seconds, len(delivery.batch.plan.samples))
+            self._loader.pace.given(delivery.seconds, len(delivery.batch.plan.samples))
             return delivery.batch
 
     def close(self) -> None:
@@ -328,8 +334,7 @@ class _StepIterator(Iterator[StepBatch]):
         while len(self._ahead) < count:
             coming = self._coming or self._loader._load_next(self._batches)
             self._coming = None  # whatever comes of it: after an error the next call tries what follows
-            with naming_ray(self._loader._cluster):
-                delivery = coming.result()
+            delivery = coming.result()
             if delivery is None:
                 next_epoch = self._loader._start_next_epoch()
                 if next_epoch is None:

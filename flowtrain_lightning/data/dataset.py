@@ -24,7 +24,7 @@ from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.data.step_records import SharedRecords
 from flowtrain_lightning.data.stream_steps import StreamEnded, StreamSteps
 from flowtrain_lightning.data.token_stream import TokenStream, saved_stream, stream_state
-from flowtrain_lightning.data.workers import SharedMemoryBatch
+from flowtrain_lightning.data.workers import PackedParts, SharedMemoryBatch
 from flowtrain_lightning.packing import IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.batches_behind import generated_items
 from flowtrain_lightning.packing.media_pieces import in_pieces, whole_items
@@ -82,11 +82,20 @@ class StepDataset(Dataset[SharedMemoryBatch | None]):
         return self.sampling.steps
 
     def __getitem__(self, step: tuple[int, int, StepPacking]) -> SharedMemoryBatch | None:
+        parts = self.parts(*step)
+        return None if parts is None else parts.packed()
+
+    def parts(self, epoch: int, step: int, packing: StepPacking) -> PackedParts | None:
+        """This rank's shard of one step, taken apart; None where the stream has ended.
+
+        Raises:
+            DataError: a record or media item cannot be used.
+        """
         try:
-            batch = self.load(*step)
+            batch = self.load(epoch, step, packing)
         except StreamEnded:
             return None
-        return SharedMemoryBatch.of(batch, self._stream_state())
+        return PackedParts.of(batch, self._stream_state())
 
     def plan(self, epoch: int, step: int, packing: StepPacking | None = None) -> StepPlan:
         """The whole step's plan, equal on all ranks; without ``packing``, as the run began."""

@@ -1,30 +1,33 @@
 """Steps that producers make: actors of Ray, on nodes of a cluster or on this machine, a number of steps ahead.
 
-Only a worker of the loader speaks to Ray. To the rank it is one that loads, and what it gives travels as workers' steps
-do: what becomes of Ray does not become of the rank.
+Only a process beside the rank speaks to Ray, see `ray_client.py`: what becomes of Ray does not become of the rank.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
-import platform
+import pickle
+import socket
+import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch import Tensor
 
+from flowtrain_lightning.data import ray_client
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.dataset import StepDataset
-from flowtrain_lightning.data.ray_cluster import RayCluster
-from flowtrain_lightning.data.sampler import StepSampler
+from flowtrain_lightning.data.ray_cluster import RUN, RayCluster
+from flowtrain_lightning.data.step_maker import FailedStep, MadeStep, StepsOrigin, versions
 from flowtrain_lightning.data.step_packing import StepPacking
 from flowtrain_lightning.data.workers import SharedMemoryBatch
 
@@ -40,60 +43,27 @@ _SLOW_SECONDS = 60.0
 _LONGEST_SECONDS = 1800.0
 _NAMED_SAMPLES = 8
 
-_DECISIVE = (
-    "flowtrain-lightning",
-    "numpy",
-    "torch",
-    "pillow",
-    "tokenizers",
-    "transformers",
-    "av",
-    "pyarrow",
-    "datasets",
-)
-"""Packages that decide what becomes of a record."""
+_LOST_SECONDS = 5
+"""After which a cluster whose head does not answer is lost, for whoever asks it for steps."""
 
 StepKey = tuple[int, int, StepPacking]
 """Epoch, number and packing of a step."""
 
 
-class StepsAhead(Sampler[tuple[StepKey, ...]]):
-    """Each step of a sampler, with those that follow it, which producers may begin.
-
-    Args:
-        steps: the steps.
-        count: of each window, at most; fewer at an epoch's end.
-    """
-
-    def __init__(self, steps: StepSampler, count: int) -> None:
-        self._steps = steps
-        self._count = count
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[tuple[StepKey, ...]]:
-        steps = iter(self._steps)
-        window = tuple(islice(steps, self._count))
-        while window:
-            yield window
-            window = (*window[1:], *islice(steps, 1))
-
-
-class ProducedSteps(Dataset[SharedMemoryBatch | None]):
-    """The steps of a rank, by a window of which the first one is wanted. One worker of a loader reads them.
+class ProducedSteps:
+    """A rank's steps, made by producers. They begin with the first one, and last until :meth:`close`.
 
     Args:
         steps: the rank's part of each step.
         cluster: the Ray on which producers run.
+        pin_memory: steps lie in page-locked memory.
     """
 
-    def __init__(self, steps: StepDataset, cluster: RayCluster) -> None:
+    def __init__(self, steps: StepDataset, cluster: RayCluster, *, pin_memory: bool = False) -> None:
         self._steps = steps
         self._cluster = cluster
-        self._origin: StepsOrigin | None = None
-        self._producers: list[Any] = []
-        self._making: dict[StepKey, tuple[int, Any]] = {}
+        self._pin_memory = pin_memory
+        self._client: _Client | None = None
         self._received = 0
 
     @staticmethod
@@ -101,83 +71,95 @@ class ProducedSteps(Dataset[SharedMemoryBatch | None]):
         """Steps that producers have for each loader, at most: this bounds what waits for it."""
         return _AHEAD * cluster.producers
 
-    def __getitem__(self, window: tuple[StepKey, ...]) -> SharedMemoryBatch | None:
-        if not self._producers:
-            self._connect()
-        self._making = {key: making for key, making in self._making.items() if key in window}
-        for key in window:
-            if key not in self._making:
-                self._begin(key)
-        batch = self._wait_for(window[0])
+    def iterate(self, keys: Iterable[StepKey]) -> Iterator[SharedMemoryBatch | None]:
+        """Steps in this order; what an iterator before it had begun is forgotten."""
+        return _Produced(self, keys)
+
+    def close(self) -> None:
+        """End the process that asks for steps, and with it the producers."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def ask(self, key: StepKey, begun: list[StepKey], *, anew: bool) -> SharedMemoryBatch | None:
+        """The step that was begun first, among those that are begun now and before.
+
+        Args:
+            key: of that step.
+            begun: those that follow what was begun before.
+            anew: nothing that was begun before is meant any more.
+
+        Raises:
+            DataError: a record cannot be used, a step cannot be made, or Ray is lost.
+        """
+        client = self._client = self._client or self._connected()
+        try:
+            client.send((anew, [pickle.dumps(each) for each in begun]))
+            self._wait_for(client, key)
+            answer, block = client.receive()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                f"Ray at {self._cluster.address} was lost, or the process that asks it for steps ({error!r}). Start "
+                "Ray again, and resume from the last checkpoint."
+            ) from error
+        match answer:
+            case "unconnected", told:
+                raise DataError(f"The loader cannot connect to Ray at {self._cluster.address}: {told}")
+            case "lost", told:
+                raise DataError(f"Producers could not make {self._named(key)}: {told}")
+        found: MadeStep | FailedStep = pickle.loads(answer[1])
+        if isinstance(found, FailedStep):
+            where = DataError(found.told)
+            raise (where if found.error is None else found.error) from where
         self._received += 1
-        return batch
+        if found.parts is None:
+            return None
+        batch = found.parts.with_block(block, found.seconds)
+        return batch.pin_memory() if self._pin_memory else batch
 
-    def _connect(self) -> None:
-        os.environ.update(self._cluster.environment)
-        import ray
+    def _connected(self) -> _Client:
+        # Functions of the user's script are sent as they are: nobody else can import them.
+        from ray import cloudpickle  # type: ignore[attr-defined]
 
-        settings: dict[str, Any] = {}
+        connecting: dict[str, Any] = {}
         if not self._cluster.is_local:
             found_here = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
-            settings = {"runtime_env": {"env_vars": {"PYTHONPATH": found_here}}}
-        try:
-            ray.init(self._cluster.address, log_to_driver=False, configure_logging=False, **settings)
-        except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
-            raise DataError(f"The loader cannot connect to Ray at {self._cluster.address}: {error}") from error
-        actor = ray.remote(Producer).options(
-            num_cpus=self._cluster.share,
-            max_restarts=-1,
-            max_task_retries=_RETRIES,
-            scheduling_strategy="SPREAD",
+            connecting = {"runtime_env": {"env_vars": {"PYTHONPATH": found_here}}}
+        actor = {
+            "num_cpus": self._cluster.share,
+            "max_restarts": -1,
+            "max_task_retries": _RETRIES,
+            "scheduling_strategy": "SPREAD",
+        }
+        origin = pickle.dumps(StepsOrigin(os.getcwd(), versions(), cloudpickle.dumps(self._steps)))
+        client = _Client(self._cluster)
+        client.start(
+            {
+                "address": self._cluster.address,
+                "connecting": connecting,
+                "count": self._cluster.producers,
+                "actor": actor,
+                "origin": origin,
+            }
         )
-        self._origin = StepsOrigin([ray.put(self._steps)], os.getcwd(), versions())
-        self._producers = [actor.remote() for _ in range(self._cluster.producers)]
+        return client
 
-    def _begin(self, key: StepKey) -> None:
-        """Give a step to the producer that has the fewest left."""
-        import ray
-
-        begun = [reference for _, reference in self._making.values()]
-        made = set(ray.wait(begun, num_returns=len(begun), timeout=0)[0]) if begun else set()
-        left = [0] * len(self._producers)
-        for producer, reference in self._making.values():
-            left[producer] += reference not in made
-        producer = left.index(min(left))
-        self._making[key] = producer, self._producers[producer].produce.remote(self._origin, *key)
-
-    def _wait_for(self, key: StepKey) -> SharedMemoryBatch | None:
-        import ray
-
-        _, reference = self._making.pop(key)
-        began = time.monotonic()
-        while not ray.wait([reference], timeout=_SLOW_SECONDS)[0]:
-            self._tell_slow(key, time.monotonic() - began)
-        try:
-            body, block, layout, stream, seconds, error = ray.get(reference)
-        except ray.exceptions.RayTaskError as failed:
-            raise failed.cause from None
-        except ray.exceptions.RayError as failed:
-            raise DataError(f"Producers could not make {self._named(key)}: {failed}") from failed
-        if error is not None:
-            raise DataError(error)
-        if body is None:
-            return None
-        with warnings.catch_warnings():  # of memory that is not to be written to; the rank gets a copy
-            warnings.simplefilter("ignore")
-            return SharedMemoryBatch(body, torch.from_numpy(block), layout, stream, seconds)
-
-    def _tell_slow(self, key: StepKey, seconds: float) -> None:
-        """Say what has not come, and give up at some time.
+    def _wait_for(self, client: _Client, key: StepKey) -> None:
+        """Until an answer is there; say what has not come, and give up at some time.
 
         Raises:
             DataError: it was waited for too long.
         """
-        told = f"Producers have not made {self._named(key)} within {seconds:.0f} s."
-        if not self._received:
-            told += " None has made any: see `ray status` for free processors."
-        if seconds >= _LONGEST_SECONDS:
-            raise DataError(f"{told} The run ends here; leave slow records out, or move their files nearer.")
-        _log.warning(told)
+        began = time.monotonic()
+        while not client.answers_within(_SLOW_SECONDS):
+            seconds = time.monotonic() - began
+            told = f"Producers have not made {self._named(key)} within {seconds:.0f} s."
+            if not self._received:
+                told += " None has made any: see `ray status` for free processors."
+            if seconds >= _LONGEST_SECONDS:
+                self.close()  # whose answers would be taken for others
+                raise DataError(f"{told} The run ends here; leave slow records out, or move their files nearer.")
+            _log.warning(told)
 
     def _named(self, key: StepKey) -> str:
         """A step, with the records that this rank needs of it."""
@@ -188,92 +170,78 @@ class ProducedSteps(Dataset[SharedMemoryBatch | None]):
         return f"step {step} of epoch {epoch} ({'; '.join(where)}{others})"
 
 
-@contextmanager
-def naming_ray(cluster: RayCluster | None) -> Iterator[None]:
-    """Inside, the end of the worker that speaks to Ray is told as what it most likely is.
+class _Produced(Iterator[SharedMemoryBatch | None]):
+    """Steps in order. After an error the next one is what follows."""
 
-    Raises:
-        DataError: it has ended: Ray ends whoever was connected to it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if cluster is None or not str(error).startswith("DataLoader worker"):
-            raise
-        raise DataError(
-            f"Ray at {cluster.address} was lost, or the process that asks it for steps: {error} Start Ray again, and "
-            "resume from the last checkpoint."
-        ) from error
+    def __init__(self, source: ProducedSteps, keys: Iterable[StepKey]) -> None:
+        self._source = source
+        self._keys = iter(keys)
+        self._begun: deque[StepKey] = deque()
+        self._anew = True
+
+    def __next__(self) -> SharedMemoryBatch | None:
+        following = list(islice(self._keys, self._source.ahead(self._source._cluster) - len(self._begun)))
+        self._begun.extend(following)
+        if not self._begun:
+            raise StopIteration
+        anew, self._anew = self._anew, False
+        return self._source.ask(self._begun.popleft(), following, anew=anew)
 
 
-class StepsOrigin(NamedTuple):
-    """A rank's steps, for its producers.
+class _Client:
+    """The process that speaks to Ray, as the rank has it. It is no fork, as it has Ray's threads.
 
-    Attributes:
-        steps: the reference to them. In a list, since Ray would send what it refers to along with each call.
-        folder: in which paths are given.
-        versions: of packages in the rank.
+    Args:
+        cluster: the Ray.
     """
 
-    steps: list[Any]
-    folder: str
-    versions: dict[str, str]
+    def __init__(self, cluster: RayCluster) -> None:
+        self._link, theirs = socket.socketpair()
+        environment = {**os.environ, **cluster.environment, _LOST_SETTING: f"{_LOST_SECONDS}"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RUN, ray_client.__file__, str(theirs.fileno())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # what interrupts the run reaches it through its rank
+        )
+        theirs.close()
+        self._connection = Connection(os.dup(self._link.fileno()))
 
+    def start(self, settings: dict[str, Any]) -> None:
+        """Let it connect to Ray, and start producers."""
+        self._connection.send_bytes(pickle.dumps(settings))
 
-class Producer:
-    """Makes steps of one rank; an actor, which Ray starts anew where it dies."""
+    def send(self, asked: tuple[bool, list[bytes]]) -> None:
+        """Ask for the next step."""
+        self._connection.send(asked)
 
-    def __init__(self) -> None:
-        self._steps: StepDataset | None = None
+    def answers_within(self, seconds: float) -> bool:
+        """Whether an answer has come in this time."""
+        return self._connection.poll(seconds)
 
-    def produce(self, origin: StepsOrigin, epoch: int, step: int, packing: StepPacking) -> tuple[Any, ...]:
-        """The parts of a step's `SharedMemoryBatch`, the seconds that it took, and the error if there is none."""
-        began = time.perf_counter()
+    def receive(self) -> tuple[tuple[Any, ...], Tensor]:
+        """What became of a step, and ``[bytes]`` uint8, its tensors as they lie in that process's memory."""
+        answer: tuple[Any, ...] = self._connection.recv()
+        if answer[0] != "made" or not answer[2]:
+            return answer, torch.empty(0, dtype=torch.uint8)
+        _, descriptors, _, _ = socket.recv_fds(self._link, len(ray_client.MEMORY), 1)
+        if not descriptors:
+            raise EOFError("it ended meanwhile")
         try:
-            steps = self._steps or self._opened(origin)
-            batch = steps[epoch, step, packing]
-        except DataError as error:
-            return None, None, None, None, 0.0, str(error)
-        seconds = time.perf_counter() - began
-        if batch is None:
-            return None, None, None, None, seconds, None
-        return batch.body, batch.block.numpy(), batch.layout, batch.stream, seconds, None
+            return answer, torch.frombuffer(mmap.mmap(descriptors[0], answer[2]), dtype=torch.uint8)
+        finally:
+            os.close(descriptors[0])
 
-    def _opened(self, origin: StepsOrigin) -> StepDataset:
-        """The rank's steps; first what would make them others is refused.
+    def close(self) -> None:
+        """End it; whoever waits for its answer finds its end."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
 
-        Raises:
-            DataError: this node has other versions, or not the folder.
-        """
-        import ray
-
-        own = versions()
-        if unlike := [name for name in own if own[name] != origin.versions.get(name)]:
-            told = ", ".join(
-                f"{name} {own[name] or 'none'} (rank: {origin.versions.get(name) or 'none'})" for name in unlike
-            )
-            raise DataError(
-                f"The producer on {platform.node()} would make other steps than the rank, since it has {told}. Install "
-                "the same versions on all nodes of the Ray cluster."
-            )
-        try:
-            os.chdir(origin.folder)
-        except OSError as error:
-            raise DataError(
-                f"The producer on {platform.node()} cannot read what the rank reads: {error}. All nodes of the Ray "
-                "cluster must have the same folders."
-            ) from error
-        torch.set_num_threads(1)
-        self._steps = ray.get(origin.steps[0])
-        return self._steps
+    def __del__(self) -> None:
+        if hasattr(self, "_process") and self._process.returncode is None:
+            self.close()
 
 
-def versions() -> dict[str, str]:
-    """Package -> its version here, without the part that names processors; empty if it is not installed."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _DECISIVE:
-        try:
-            found[name] = version(name).partition("+")[0]
-        except PackageNotFoundError:
-            found[name] = ""
-    return found
+_LOST_SETTING = "RAY_gcs_rpc_server_reconnect_timeout_s"

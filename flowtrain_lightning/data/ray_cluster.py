@@ -38,7 +38,7 @@ _STORE_BYTES = 1 << 32
 _LONGEST_FOLDER = 40
 """Letters: Ray makes sockets in it, whose paths may have 107."""
 
-_RUN = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+RUN = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 """Runs a script without its folder among those of modules."""
 
 
@@ -84,7 +84,10 @@ class LocalRay:
         settings = {
             "address": "local",
             "include_dashboard": False,
-            "_system_config": {"worker_niceness": 0},  # as a rank's own workers have it; Ray's is 15
+            "_system_config": {
+                "worker_niceness": 0,  # as a rank's own workers have it; Ray's is 15
+                "prestart_worker_first_driver": False,  # else a process for each processor, whoever needs it
+            },
             "object_store_memory": min(_STORE_BYTES, memory // 8),
             "_temp_dir": str(folder / _OWN_FOLDER),
         }
@@ -185,7 +188,7 @@ def _temporary_folder() -> Path:
 
 def _start_host(settings: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _RUN, ray_host.__file__, json.dumps(settings)],
+        [sys.executable, "-c", RUN, ray_host.__file__, json.dumps(settings)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -218,7 +221,7 @@ def _asked(address: str) -> dict[str, Any]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHED_SECONDS).close()
     except OSError as error:
         return {"error": str(error)}
-    command = [sys.executable, "-c", _RUN, ray_host.__file__, json.dumps({"address": address})]
+    command = [sys.executable, "-c", RUN, ray_host.__file__, json.dumps({"address": address})]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_START_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,22 +49,6 @@ class SharedMemoryBatch:
     stream: dict[str, Any] | None = None
     seconds: float | None = None
 
-    @classmethod
-    def of(cls, batch: StepBatch, stream: dict[str, Any] | None = None) -> SharedMemoryBatch:
-        """Pack a batch; its ``following`` and ``program`` stay behind, as they belong to the rank's process."""
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        parts = (batch.plan, batch.shard, batch.microbatches, batch.media)
-        pickler.dump((*parts, batch.epoch, batch.step, batch.padding_media))
-        layout, end = [], 0
-        for tensor in pickler.tensors:
-            layout.append((end, tensor.dtype, tuple(tensor.shape)))
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        block = torch.empty(end, dtype=torch.uint8)
-        for where, tensor in zip(layout, pickler.tensors, strict=True):
-            _view(block, *where).copy_(tensor)
-        return cls(file.getvalue(), block, tuple(layout), stream)
-
     def open(self) -> StepBatch:
         """The batch; its tensors are views of the block."""
         unpickler = _Unpickler(io.BytesIO(self.body))
@@ -74,6 +58,48 @@ class SharedMemoryBatch:
     def pin_memory(self) -> SharedMemoryBatch:
         """The same batch in page-locked memory."""
         return replace(self, block=self.block.pin_memory())
+
+
+class PackedParts(NamedTuple):
+    """A :class:`StepBatch` taken apart, before its tensors lie side by side.
+
+    Attributes:
+        body: the pickled batch, with references instead of tensors.
+        layout: offset in bytes, dtype and shape of every tensor.
+        nbytes: of the block in which they will lie.
+        tensors: the tensors.
+        stream: where the stream of samples stands after this step, where steps are cut from one; in JSON types.
+    """
+
+    body: bytes
+    layout: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
+    nbytes: int
+    tensors: tuple[Tensor, ...]
+    stream: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, batch: StepBatch, stream: dict[str, Any] | None = None) -> PackedParts:
+        """A batch; its ``following`` and ``program`` stay behind, as they belong to the rank's process."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        parts = (batch.plan, batch.shard, batch.microbatches, batch.media)
+        pickler.dump((*parts, batch.epoch, batch.step, batch.padding_media))
+        layout, end = [], 0
+        for tensor in pickler.tensors:
+            layout.append((end, tensor.dtype, tuple(tensor.shape)))
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(file.getvalue(), tuple(layout), end, tuple(pickler.tensors), stream)
+
+    def packed(self) -> SharedMemoryBatch:
+        """The batch, with its tensors in one block."""
+        block = torch.empty(self.nbytes, dtype=torch.uint8)
+        for where, tensor in zip(self.layout, self.tensors, strict=True):
+            _view(block, *where).copy_(tensor)
+        return self.with_block(block)
+
+    def with_block(self, block: Tensor, seconds: float | None = None) -> SharedMemoryBatch:
+        """The batch, whose tensors somebody has put into a block."""
+        return SharedMemoryBatch(self.body, block, self.layout, self.stream, seconds)
 
 
 class ForkLock:

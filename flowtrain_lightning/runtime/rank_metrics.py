@@ -12,6 +12,7 @@ from itertools import zip_longest
 import torch
 
 from flowtrain_lightning.data import RankShard
+from flowtrain_lightning.data.loading_pace import LoadingPace
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.parallel.expert_counts import ExpertCounts
@@ -63,15 +64,17 @@ class RankMetrics:
         counts = {role: [*map(counts_of, experts_of(half))] for role, half in halves.items()}
         return cls(lanes, job.labels[job.rank], timeline, exchanges, counts)
 
-    def take(self, counters: PoolCounters | None) -> dict[str, float]:
+    def take(self, counters: PoolCounters | None, pace: LoadingPace | None = None) -> dict[str, float]:
         """The metrics since the last call.
 
         Args:
             counters: of this rank's part of the pool; None where there is none yet.
+            pace: of this rank's loader.
 
         Returns:
             under ``time/`` for every lane the shares of ``compute``, ``stall`` and ``communication`` in its time, from
-            0 to 1; under ``memory/`` the most bytes that the rank has had so far, on its GPU or else on the host; under
+            0 to 1; under ``data/`` the share in which the rank waited for its loader, and how many producers it lacks;
+            under ``memory/`` the most bytes that the rank has had so far, on its GPU or else on the host; under
             ``pool/`` ``put`` and ``read`` in bytes per second, ``waiting``, the share of time in which it waited for
             something to come through the pool, ``refused``, how often an entry found no room, ``peak``, the share of
             its bytes that was taken at most since the pool was opened, and ``fallbacks``, how many entries from a GPU
@@ -83,6 +86,8 @@ class RankMetrics:
         now = time.monotonic()
         elapsed, self._taken = now - self._taken, now
         metrics = self._shares() | {f"memory/{self._label}": float(peak_memory())} | self._of_experts()
+        if pace is not None:
+            metrics |= pace.metrics(self._label)
         if counters is not None:
             metrics |= self._of_pool(counters, elapsed)
         return metrics

@@ -329,7 +329,8 @@ class RoleRunner:
         if self.collects_timings:
             note["timings"] = self._batch_times.take(step)
         if wants_metrics:
-            note["metrics"] = self._rank_metrics.take(self.pool_counters)
+            pace = getattr(self.trainer.train_dataloader, "pace", None)
+            note["metrics"] = self._rank_metrics.take(self.pool_counters, pace)
         return note if self.collects_timings or wants_metrics else None
 
     def _training_roles(self) -> list[str]:

@@ -97,7 +97,9 @@ def test_every_lane_and_every_rank_is_logged(tmp_path, data, layout, lanes, rank
     told = logged(tmp_path, data, layout)
     everything = {name for figures in told for name in figures}
     assert everything == {f"time/{lane} {kind}" for lane in lanes for kind in KINDS} | OF_ALL | {
-        name for rank in ranks for name in (f"memory/{rank}", *(f"pool/{rank} {name}" for name in POOL))
+        name
+        for rank in ranks
+        for name in (f"memory/{rank}", f"data/{rank} waiting", *(f"pool/{rank} {name}" for name in POOL))
     }
     last = {name: figure for figures in told for name, figure in figures.items()}
     for lane in lanes:
@@ -106,6 +108,7 @@ def test_every_lane_and_every_rank_is_logged(tmp_path, data, layout, lanes, rank
         assert last[f"pool/{rank} put"] > 0
         assert 0 < last[f"pool/{rank} peak"] <= 1
         assert 0 <= last[f"pool/{rank} waiting"] <= 1
+        assert 0 <= last[f"data/{rank} waiting"] <= 1
     assert 0 < last["packing/fill"] <= 1
     of_roles = last["mfu/encoder"] + last["mfu/backbone"]
     assert 0 < last["mfu/all"] <= of_roles * (1 + 1e-6) < 1, "float32 rounds each"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import psutil
 
 from flowtrain_lightning.data import FlowDataModule, StepBatch, StepLoader
 from tests.data.support import data_module
+from tests.hosts import ADDRESSES, on_host
 from tests.paths import python_path
 
 ON_LOOPBACK = {
@@ -99,3 +102,37 @@ def listening(processes: Iterable[psutil.Process]) -> set[str]:
     """The addresses at which processes admit others."""
     connections = [one for process in processes for one in process.net_connections("inet")]
     return {one.laddr.ip.removeprefix("::ffff:") for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+@contextmanager
+def cluster_of_hosts(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """A Ray cluster of both hosts that this process has made, the second of which makes steps; how to reach it.
+
+    Args:
+        variables: of whatever runs in it.
+    """
+    address = f"{ADDRESSES[0]}:6379"
+    own = {name: value for name, value in ON_LOOPBACK.items() if name.startswith("RAY_AUTH")}
+    given = {**os.environ, **own, **variables, "PYTHONPATH": python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
+    given["RAY_worker_niceness"] = "0"
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={folder}"]
+        nodes: list[subprocess.Popen[bytes]] = []
+        try:
+            for host, settings in enumerate((head, [f"--address={address}", "--num-cpus=2"])):
+                small = ["--object-store-memory=80000000", f"--node-ip-address={ADDRESSES[host]}", "--block"]
+                command = [sys.executable, "-m", "ray.scripts.scripts", "start", *settings, *small]
+                log = open(Path(folder, f"host{host}.log"), "wb")  # noqa: SIM115
+                nodes.append(subprocess.Popen(on_host(host, command), env=given, stdout=log, stderr=log))
+                while b"Ray runtime started" not in Path(log.name).read_bytes():
+                    assert nodes[-1].poll() is None, Path(log.name).read_text()
+                    time.sleep(0.2)
+            yield {**own, "RAY_ADDRESS": address}
+        finally:
+            started = [each for node in nodes for each in psutil.Process(node.pid).children(recursive=True)]
+            for node in nodes:
+                node.terminate()
+            for node in nodes:
+                node.wait(60)
+            for process in psutil.wait_procs(started, timeout=20)[1]:
+                process.kill()

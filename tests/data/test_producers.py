@@ -8,9 +8,6 @@ import psutil
 import pytest
 
 from flowtrain_lightning.data import DataError, producers
-from flowtrain_lightning.data.producers import StepsAhead
-from flowtrain_lightning.data.sampler import StepSampler
-from flowtrain_lightning.data.step_packing import StepPacking
 from tests.data.ray_runs import are_equal, epoch_of, listening, processes_of_ray, produced, producers_alive
 from tests.data.support import TOKEN_STEPS, data_module, read
 
@@ -22,13 +19,12 @@ def no_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-@pytest.mark.full
 def test_steps_are_equal_to_the_bit_and_nothing_of_ray_is_left(file, monkeypatch):
     local = data_module(file)
     local.setup("fit")
     with produced(file, num_workers=1) as (loader, _):
         assert are_equal(local.train_dataloader(), loader)
-        assert loader.planned_ahead == 3
+        assert loader.planned_ahead == 2
         of_ray = processes_of_ray()
         words = [word for process in of_ray for word in process.cmdline()[-1].split('"')]
         folder = next(Path(word).parent for word in words if word.startswith("/") and "/flowtrain-" in word)
@@ -36,12 +32,6 @@ def test_steps_are_equal_to_the_bit_and_nothing_of_ray_is_left(file, monkeypatch
         assert listening(of_ray) == {"127.0.0.1"}
     assert psutil.wait_procs(of_ray, timeout=10)[1] == []
     assert not folder.exists()
-
-
-def test_each_window_begins_one_step_later():
-    steps = StepSampler(4, StepPacking(64))
-    steps.first = 1
-    assert [[step for _, step, _ in window] for window in StepsAhead(steps, 2)] == [[1, 2], [2, 3], [3]]
 
 
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch, file):

@@ -11,6 +11,7 @@ import pytest
 from flowtrain_lightning.data import DataError, ImageProcessor
 from tests.data.ray_runs import ON_LOOPBACK, are_equal, cluster, processes_of_ray, produced
 from tests.data.support import data_module, message_record, write_image, write_records, write_set
+from tests.pool.faults import slowness
 
 pytestmark = pytest.mark.full
 
@@ -54,15 +55,21 @@ def slow(image, _):
     return image
 
 
-def test_a_cluster_that_is_lost_is_named(tmp_path, address):
-    with produced(write_set(tmp_path / "d.jsonl", 160), num_workers=1, augment=slow) as (loader, _):
+@pytest.mark.parametrize("killed", [("gcs_server",), ("gcs_server", "raylet")], ids=["its head", "all of it"])
+def test_a_cluster_that_is_lost_is_named_within_seconds_and_nothing_is_left(tmp_path, address, killed):
+    with produced(write_set(tmp_path / "d.jsonl", 400), num_workers=1, augment=slow) as (loader, _):
         steps = iter(loader)
         next(steps)
+        (asking,) = (process for process in psutil.Process().children() if "ray_client" in " ".join(process.cmdline()))
         for process in processes_of_ray():
-            if process.is_running() and process.name() in ("gcs_server", "raylet"):
+            if process.is_running() and process.name() in killed:
                 process.send_signal(signal.SIGKILL)
-        with pytest.raises(DataError, match=rf"Ray at {address}"):
+        began = time.monotonic()
+        with pytest.raises(DataError, match=rf"Ray at {address} was lost"):
             list(steps)
+        print(f"named after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 20 * slowness()
+    assert not asking.is_running()
 
 
 def test_a_cluster_that_is_not_there_is_named_in_setup(file, monkeypatch):

@@ -19,7 +19,7 @@ import torch
 from flowtrain_lightning.data import PackedBatch, PackedMedia, RankShard, StepBatch
 from flowtrain_lightning.data.dataset import StepDataset
 from flowtrain_lightning.data.worker_channels import WorkerChannel
-from flowtrain_lightning.data.workers import SharedMemoryBatch
+from flowtrain_lightning.data.workers import PackedParts
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.data.support import data_module, read, write_set
@@ -40,7 +40,7 @@ def batch_of_one_step():
 
 def test_a_shared_memory_batch_brings_the_batch_unchanged():
     batch = batch_of_one_step()
-    opened = pickle.loads(pickle.dumps(SharedMemoryBatch.of(batch))).open()
+    opened = pickle.loads(pickle.dumps(PackedParts.of(batch).packed())).open()
     (packed, nothing), (media, none) = opened.microbatches, opened.media["encoder"]
     assert nothing is none is None
     assert (opened.epoch, opened.step, opened.shard) == (2, 4, batch.shard)
@@ -55,7 +55,7 @@ def test_a_shared_memory_batch_brings_the_batch_unchanged():
 
 
 def test_all_tensors_travel_in_one_block():
-    opened = SharedMemoryBatch.of(batch_of_one_step()).open()
+    opened = PackedParts.of(batch_of_one_step()).packed().open()
     packed, media = opened.microbatches[0], opened.media["encoder"][0]
     storages = {tensor.untyped_storage().data_ptr() for tensor in (packed.tokens, packed.labels, media.patches)}
     assert len(storages) == 1
