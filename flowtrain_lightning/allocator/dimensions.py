@@ -119,7 +119,7 @@ def backbone(
     tied: bool = False,
     window: int | None = None,
     full_layers: int | None = None,
-    experts: Mapping[str, int] | None = None,
+    experts: Mapping[str, Any] | None = None,
     gathered_logits: bool = True,
 ) -> Half:
     """A decoder with its embedding and head. Its tokens are those of the samples.
