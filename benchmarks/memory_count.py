@@ -9,26 +9,23 @@ precision gives them. Layers that tensor ranks share are divided in both, by the
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # they have no public names
+from torch._subclasses.fake_tensor import FakeTensorMode  # they have no public names
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # nor has this
 
+from benchmarks.live_bytes import COMPUTING, EmulatedAutocast, LiveBytes
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import ENCODER, ROLES, Layout
 from flowtrain_lightning.allocator.role_layout import Recompute
@@ -45,8 +42,6 @@ from flowtrain_lightning.parallel.job_secret import JobKey
 from flowtrain_lightning.parallel.layouts import make_engine, make_groups
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
-
-_COMPUTING = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -82,87 +77,6 @@ class CountedBatch:
     saved: int
     peak: int
     weight_copies: int
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, counts the bytes of what operations have made and nobody has let go of.
-
-    Args:
-        known: tensors that are there already; views of them do not count.
-        fake: the mode of what is counted. DTensor tries operations on whole tensors to learn their shapes, in a mode
-            of its own.
-
-    Attributes:
-        now: at present.
-        most: at most so far.
-    """
-
-    def __init__(self, known: Iterable[Tensor], fake: FakeTensorMode | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = fake
-        self._known = [each.untyped_storage() for each in known]
-        self._ignored = {storage._cdata for storage in self._known}  # what tells storages apart
-        self.now = 0
-        self.most = 0
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._is_paused = False
-
-    def restart(self) -> int:
-        """The most so far, which from now on counts anew."""
-        most, self.most = self.most, self.now
-        return most
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, what is made does not count, nor do views of it ever."""
-        self._is_paused = True
-        yield
-        self._is_paused = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs one operation."""
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it becomes operations on this rank's part, which come here
-        if func.namespace in _COMMUNICATES:  # FSDP2 gives and takes the bytes of gathered weights between these
-            for key, (held, _) in list(self._storages.items()):
-                if (storage := held()) is not None:
-                    self._hold(key, held, storage.nbytes())
-        result = func(*args, **(kwargs or {}))
-        if self._is_paused:
-            self._known += [made.untyped_storage() for made in _tensors(result)]
-            self._ignored = {storage._cdata for storage in self._known}
-        else:
-            for made in _tensors(result):
-                if isinstance(made, FakeTensor) and made.fake_mode is not self._fake:
-                    continue
-                storage = made.untyped_storage()
-                key = storage._cdata
-                if key in self._ignored:
-                    continue
-                self._hold(key, weakref.ref(storage, partial(self._let_go, key)), storage.nbytes())
-        self.most = max(self.most, self.now)
-        return result
-
-    def _hold(self, key: int, held: weakref.ref[torch.UntypedStorage], size: int) -> None:
-        self.now += size - self._storages.get(key, (held, 0))[1]
-        self._storages[key] = held, size
-
-    def _let_go(self, key: int, held: weakref.ref[torch.UntypedStorage]) -> None:
-        if self._storages.get(key, (None, 0))[0] is held:
-            self.now -= self._storages.pop(key)[1]
-
-
-_COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for each in result:
-            yield from _tensors(each)
 
 
 def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recompute, precision: str) -> CountedStates:
@@ -282,7 +196,7 @@ def count_batch(
 def _built(module: FlowModule, sharded: bool) -> FlowModule:
     """The module on the meta device, with weights in the type in which they are computed with or kept."""
     former = torch.get_default_dtype()
-    torch.set_default_dtype(_COMPUTING if sharded else torch.float32)
+    torch.set_default_dtype(COMPUTING if sharded else torch.float32)
     try:
         return copy_on_meta(module)
     finally:
@@ -320,54 +234,6 @@ def _count_batch(
     with MetaTensorMode(), autocast, live:
         torch.autograd.backward(edges, gradients, inputs=[get_gradient_edge(each) for each in reached])
     return CountedBatch(saved, live.most, autocast.copied_bytes)
-
-
-class EmulatedAutocast(TorchFunctionMode):
-    """What autocast does on a GPU, on the meta device, where there is none: products in bfloat16.
-
-    Args:
-        live: does not count the copies of weights, which autocast keeps for the whole forward.
-    """
-
-    def __init__(self, live: LiveBytes) -> None:
-        super().__init__()
-        self._live = live
-        self._copies: dict[int, Tensor] = {}
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the copies of weights."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs one of torch's functions."""
-        if func in _PRODUCTS:
-            args = tuple(self._cast(each) for each in args)
-        return func(*args, **(kwargs or {}))
-
-    def _cast(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dtype != torch.float32:
-            return value
-        if not isinstance(value, nn.Parameter):
-            return value.to(_COMPUTING)
-        if id(value) not in self._copies:
-            with self._live.paused():
-                self._copies[id(value)] = value.to(_COMPUTING)
-        return self._copies[id(value)]
-
-
-_PRODUCTS = {
-    functional.linear,
-    functional.conv2d,
-    functional.conv3d,
-    functional.scaled_dot_product_attention,
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    torch.bmm,
-}
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
 from flowtrain_lightning.compute.generation import generate_greedily
-from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
+from flowtrain_lightning.compute.step_logging import StepLogging
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, StepBatch
 from flowtrain_lightning.packing_check import Coupling
@@ -27,10 +23,7 @@ from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
-from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
-from flowtrain_lightning.parallel.stage_cut import StageCut, cut_half, drop_other_stages
-from flowtrain_lightning.parallel.stage_forward import StageForward
-from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
+from flowtrain_lightning.parallel.held_halves import HeldHalves
 
 # What a FlowModule logs is agreed on by all ranks before Lightning sees it, so this advice would mislead.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
@@ -59,29 +52,7 @@ class StepRunner(Protocol):
         """Returns the value that ``log`` records outside of microbatches; raises where ranks log different names."""
 
 
-@dataclass
-class _LoggingPlace:
-    """The place from which ``log`` is called now; apart from the module, whose own attributes are slow to set.
-
-    A context, made once: what was set before it is entered holds inside.
-
-    Attributes:
-        metrics: of the microbatch that runs; None outside of microbatches.
-        refused_in: what runs instead, in which nothing can be logged.
-    """
-
-    metrics: MetricAccumulator | None = None
-    refused_in: str | None = None
-
-    def __enter__(self) -> None:
-        """Nothing more; who opens the context has said already what is so inside."""
-
-    def __exit__(self, *_: object) -> None:
-        """From here on ``log`` is Lightning's."""
-        self.metrics = self.refused_in = None
-
-
-class FlowModule(L.LightningModule):
+class FlowModule(HeldHalves, StepLogging):
     """A vision-language model in two halves: an encoder of media and a backbone of tokens.
 
     Where media of several modalities have an encoder each, ``halves`` names them ``"encoder_image"``,
@@ -124,14 +95,7 @@ class FlowModule(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._given_roles: tuple[str, ...] | None = None  # all
-        self._in_parts: tuple[str, ...] = ()
-        self._given_stage: tuple[int, int] | None = None  # of the trunk, and how many it has
-        self._staged: StageForward | None = None
-        self._built: tuple[str, ...] | None = None
-        self._unfilled: dict[str, UnfilledWeights] = {}
         self._runner: StepRunner | None = None
-        self._logging = _LoggingPlace()
         self._fingerprints = EncoderFingerprints(self)
         self._checked = False
         self.conditional_modules: tuple[str, ...] = ()  # which only some samples run, as the packing check found
@@ -319,18 +283,6 @@ class FlowModule(L.LightningModule):
     # ---- what Lightning calls -----------------------------------------------------------------------------------
 
     @property
-    def role_graph(self) -> RoleGraph:
-        """The edges between the halves.
-
-        Raises:
-            RoleError: neither their names nor ``edges`` say it.
-        """
-        try:
-            return graph_of(self.halves, self.edges)
-        except RoleError as error:
-            raise RoleError(f"The halves of {type(self).__name__}: {error}") from error
-
-    @property
     def builds_whole(self) -> bool:
         """Whether the subclass builds both halves at once."""
         return type(self).configure_whole is not FlowModule.configure_whole
@@ -345,17 +297,7 @@ class FlowModule(L.LightningModule):
             RuntimeError: another half is needed than the module was built with on this rank.
         """
         self._check_packing()
-        if self._built is None or self._unfilled:
-            self._unfilled = build_halves(self, self._local_roles, self._in_parts)
-            check_halves(self)
-            self._built = self._local_roles
-        elif not set(self._local_roles) <= set(self._built):
-            raise RuntimeError(
-                f"This {type(self).__name__} was built on a rank that holds {', '.join(self._built)} only, but is now "
-                f"needed with {', '.join(self._local_roles)}. Load it from a checkpoint: "
-                f"{type(self).__name__}.load_from_checkpoint(PATH)."
-            )
-        self._cut_stage()
+        self.build_held()
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""
@@ -397,60 +339,6 @@ class FlowModule(L.LightningModule):
         else:
             clip_to_norm(gradients, limit, self._step_runner().gradient_norm(parameters))
 
-    # ---- logging ------------------------------------------------------------------------------------------------
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs as Lightning does; inside a microbatch, the token-weighted mean over the whole step.
-
-        Outside of microbatches, as in ``on_validation_epoch_end``, every rank calls it with the same names in the same
-        order, and the values of backbone ranks count: with ``sync_dist=True`` their mean (or sum, minimum, maximum, by
-        ``reduce_fx``), otherwise rank 0's. Over an epoch, each such call weighs alike unless ``batch_size`` is given.
-
-        Raises:
-            RuntimeError: in `encode` and in predictions, where other ranks cannot hear it.
-        """
-        if self._logging.refused_in is not None:
-            raise RuntimeError(
-                f"log({name!r}) was called in {self._logging.refused_in}, where other ranks cannot hear it in time. "
-                "Log in `merge`, `loss` or `backbone_step` instead."
-            )
-        if self._logging.metrics is not None:
-            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-            self._logging.metrics.record(name, value, dict(zip(names, args, strict=False)) | kwargs)
-        else:
-            if self._runner is not None and not kwargs.get("rank_zero_only"):
-                agreed = self._runner.agree_on_logged(name, value)
-                value = value if kwargs.get("sync_dist") else agreed
-            super().log(name, value, *args, **({"batch_size": 1} | kwargs))
-
-    def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
-        """Inside, ``log`` collects into ``metrics``."""
-        self._logging.metrics = metrics
-        return self._logging
-
-    def logging_refused(self, where: str) -> AbstractContextManager[None]:
-        """Inside, ``log`` raises."""
-        self._logging.refused_in = where
-        return self._logging
-
-    def log_report(self, stage: str, report: StepReport) -> Tensor:
-        """Logs what all ranks agreed on, alike on every rank, and returns the mean loss, on the host.
-
-        There it has been read to already: whoever took these numbers to a device would wait for it, once for each.
-        """
-        # At least float32: under precision="bf16-true" the default dtype keeps three digits.
-        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        loss = torch.tensor(report.loss, dtype=dtype, device="cpu")
-        weight = max(int(report.tokens), 1)
-        values = {f"{stage}_loss": report.loss, **report.values}
-        for role, (mean, count) in report.losses.items():
-            super().log(f"{stage}_{role}_loss", loss.new_tensor(mean), batch_size=max(int(count), 1), sync_dist=False)
-        for name, value in values.items():
-            options = {"prog_bar": True} if name not in report.options else dict(report.options[name])
-            options |= {"batch_size": weight, "sync_dist": False, "rank_zero_only": False}
-            super().log(name, loss.new_tensor(value), **options)
-        return loss
-
     def _check_packing(self) -> None:
         try:
             trainer = self.trainer
@@ -461,75 +349,6 @@ class FlowModule(L.LightningModule):
             self._checked = True
 
     # ---- who runs the steps --------------------------------------------------------------------------------------
-
-    @property
-    def _local_roles(self) -> tuple[str, ...]:
-        """The roles whose halves this rank holds."""
-        return self.role_graph.roles if self._given_roles is None else self._given_roles
-
-    def set_local_roles(
-        self,
-        roles: tuple[str, ...] | None,
-        in_parts: tuple[str, ...] = (),
-        stage: tuple[int, int] | None = None,
-    ) -> None:
-        """The strategy says which halves this rank holds (None: all), and of which of them a part only.
-
-        Args:
-            roles: of this rank.
-            in_parts: those of which it holds a part only.
-            stage: which stage of the trunk it holds, of how many; None where it is not in stages, or not here.
-        """
-        self._given_roles, self._in_parts, self._given_stage = roles, in_parts, stage
-
-    @property
-    def staged(self) -> StageForward | None:
-        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
-        return self._staged
-
-    @property
-    def held_stage(self) -> StageCut | None:
-        """The part of the trunk that this rank's stage holds."""
-        return None if self._staged is None else self._staged.cut
-
-    def _cut_stage(self) -> None:
-        """Gives up what other stages hold.
-
-        Raises:
-            RuntimeError: it was cut for another stage before.
-        """
-        given, trunk = self._given_stage, self.role_graph.trunk
-        if self._staged is None:
-            if given is not None:
-                cut = cut_half(self, trunk, *given)
-                drop_other_stages(self, cut)
-                self._staged = StageForward(self, cut)
-        elif (self._staged.cut.stage, self._staged.cut.stages) != given and trunk in self._local_roles:
-            raise RuntimeError(
-                f"This {type(self).__name__} holds stage {self._staged.cut.stage} of {self._staged.cut.stages} of an "
-                "earlier run, but other layers are needed now. Load it from a checkpoint: "
-                f"{type(self).__name__}.load_from_checkpoint(PATH)."
-            )
-
-    @property
-    def holds_parts(self) -> bool:
-        """Whether this rank will hold a part only of a half, so that weights are built without memory."""
-        return bool(self._in_parts)
-
-    @property
-    def unfilled(self) -> Mapping[str, UnfilledWeights]:
-        """Role -> the weights of a half that is built, but has no memory yet."""
-        return self._unfilled
-
-    def mark_filled(self) -> None:
-        """The strategy says that all halves have their weights."""
-        self._unfilled = {}
-
-    def drop_absent_roles(self) -> None:
-        """Before others train them: what this rank had of them, if it was whole, would become stale."""
-        drop_absent_roles(self, self._local_roles)
-        self._cut_stage()
-        self._built = self._local_roles
 
     def encoder_fingerprint(self, role: str) -> str:
         """A name of all that an encoder's features follow from beside pixels; see `FlowDataModule(keep_features=...)`.
@@ -543,6 +362,10 @@ class FlowModule(L.LightningModule):
     def mark_checked(self) -> None:
         """Says that it needs no packing check: it is a copy that is being checked."""
         self._checked = True
+
+    def agree_on_logged(self, name: str, value: Any) -> Any:
+        """Returns the value that ``log`` records outside of microbatches; raises where ranks log different names."""
+        return value if self._runner is None else self._runner.agree_on_logged(name, value)
 
     def attach_runner(self, runner: StepRunner | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""

@@ -2,65 +2,55 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.audio_processor import AudioProcessor
-from flowtrain_lightning.data.batch import RankShard
 from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
 from flowtrain_lightning.data.dataloader import StepLoader
 from flowtrain_lightning.data.dataset import NodeRecords, StepDataset
-from flowtrain_lightning.data.feature_keeping import FeatureKeeping
+from flowtrain_lightning.data.feature_keeping import keeping_of
 from flowtrain_lightning.data.feature_store import KeepFeatures
-from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import Record
 from flowtrain_lightning.data.image_processor import ImageProcessor
 from flowtrain_lightning.data.index import IndexConfig
 from flowtrain_lightning.data.measurers import Measurer, this_process
-from flowtrain_lightning.data.measuring import Measure
-from flowtrain_lightning.data.node_reader import can_read_for_others
-from flowtrain_lightning.data.node_sources import NodeSources, Source, node_sources
+from flowtrain_lightning.data.node_sources import Source
+from flowtrain_lightning.data.ranks_of_trainer import own_shard, refuse_unlike_ranks, shards_of_node, warn_of_idle_ranks
 from flowtrain_lightning.data.ray_cluster import LocalRay, Producers, RayCluster, connect_ranks, refuse_without_ray
 from flowtrain_lightning.data.record_fields import ignored_names
 from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
-from flowtrain_lightning.data.sampler import Sampling
-from flowtrain_lightning.data.sources.hugging_face import HubDataset
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
-from flowtrain_lightning.data.sources.naming import Data, is_stream, mixture_of, open_stores
-from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
+from flowtrain_lightning.data.sources.naming import Data, mixture_of
+from flowtrain_lightning.data.sources.sample_source import JoinedSources
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
-from flowtrain_lightning.data.sources.stream_source import StreamSource
+from flowtrain_lightning.data.stage_data import StageData
 from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
 from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of
 from flowtrain_lightning.data.stream_steps import StreamSteps
-from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.setting_values import check_setting
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # Without a validation file there is no loader, on purpose, so this advice would mislead.
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
 
-_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
-
-class FlowDataModule(L.LightningDataModule):
+class FlowDataModule(StageData):
     """Image-text data, as steps of packed microbatches.
 
     Reads JSON Lines, JSON arrays, Parquet files, tar shards and data sets of Hugging Face: records of ``messages``
@@ -156,7 +146,6 @@ class FlowDataModule(L.LightningDataModule):
         group_by: GroupBy | None = None,
         keep_features: KeepFeatures | None = None,
     ) -> None:
-        super().__init__()
         owner = type(self).__name__
         for name, count, least in (
             ("token_budget", token_budget, 1),
@@ -180,37 +169,36 @@ class FlowDataModule(L.LightningDataModule):
                 f"{owner} got keep_features and augment, but augmentation changes pictures by chance in every epoch, "
                 "so none of their features could be used again; leave one of the two out."
             )
-        self.ignore_columns = ignored_names(ignore_columns)
-        self.columns = columns
+        if producers is not None:
+            refuse_without_ray()
         given = {"train": train, "val": val, "test": test, "predict": predict}
-        self.files = {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None}
-        self.token_budget = token_budget
+        super().__init__(
+            {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None},
+            token_budget=token_budget,
+            index=index or IndexConfig(),
+            protocols=named_protocols(protocols),
+            ignore_columns=ignored_names(ignore_columns),
+            columns=columns,
+            num_workers=num_workers,
+            producers=producers,
+            tokenizer=tokenizer,
+            images=images,
+            videos=videos,
+            audio=audio,
+            template=template,
+        )
         self.encoder_budget = encoder_budget
         self.global_batch_size = global_batch_size
-        self._images = images
-        self._videos = videos
-        self._audio = audio
-        self._template = template
-        self._reader: L.LightningModule | None = None
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.token_steps = TokenSteps() if token_steps is None and global_batch_size is None else token_steps
         self.packing = (packing or PackingConfig()).with_profile_read()
-        self.index = index or IndexConfig()
         self.augment = augment
-        self.num_workers = num_workers
-        self.producers = producers
-        if producers is not None:
-            refuse_without_ray()
         self._cluster: RayCluster | None = None
         self._local_ray: LocalRay | None = None
-        self.protocols = named_protocols(protocols)
         self.group_by = group_by
         self.keep_features = keep_features
         self._seed = seed
-        self._tokenizer = tokenizer
-        self._sources: dict[str, Source] = {}
-        self._of_node = NodeSources()
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
         self._training: weakref.ref[StepLoader] | None = None
@@ -221,76 +209,16 @@ class FlowDataModule(L.LightningDataModule):
         """Of order and augmentation: the one given, else that of ``seed_everything``, whenever it was called, or 0."""
         return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer; opened when first asked for, so that ``prepare_data`` of a subclass may make it.
-
-        Raises:
-            DataError: none was given, and the model that is trained names none.
-        """
-        given = self._of_model("tokenizer") if self._tokenizer is None else self._tokenizer
-        if given is None:
-            raise DataError(
-                "FlowDataModule has no tokenizer. Give one, FlowDataModule(tokenizer='tokenizer.json'), or train a "
-                "model of Hugging Face by its name, which names its own."
-            )
-        return open_tokenizer(given)
-
-    @property
-    def images(self) -> ImageProcessor:
-        """The processor of images."""
-        return self._images or self._of_model("images") or ImageProcessor()
-
-    @property
-    def videos(self) -> VideoProcessor | None:
-        """The processor of videos; None where records may have none."""
-        found: VideoProcessor | None = self._videos or self._of_model("videos")
-        return found
-
-    @property
-    def audio(self) -> AudioProcessor | None:
-        """The processor of audio; None where records may have none."""
-        found: AudioProcessor | None = self._audio or self._of_model("audio")
-        return found
-
-    @property
-    def template(self) -> Template:
-        """The template of conversations."""
-        return self._template or self._of_model("template") or ChatTemplate()
-
-    def read_as(self, module: L.LightningModule) -> None:
-        """Take what is read by from this model, where it was not given and no Trainer says which model it is."""
-        self._reader = module
-
-    def apart(self) -> FlowDataModule:
-        """A copy without its Trainer, which deals steps to one rank and reads streams from their beginning.
-
-        What the model that is trained says it reads stays: it may name tokenizer, template and images.
-        """
-        alone = copy.copy(self)
-        if self.trainer is not None:
-            alone.read_as(self.trainer.lightning_module)
-        alone.trainer = alone.producers = alone._cluster = alone._local_ray = None
-        alone.num_workers, alone._of_node = 0, NodeSources()
-        alone._sources = {name: each for name, each in self._sources.items() if not isinstance(each, SampleStream)}
+    def apart(self) -> Self:
+        """A copy without its Trainer, see `StageData.apart`, and without its Ray."""
+        alone = super().apart()
+        alone._cluster = alone._local_ray = None
         return alone
-
-    @property
-    def _condition_rows(self) -> int | None:
-        """Places of an image to be generated among the tokens; None where the model that is trained generates none."""
-        module = self._reader if self.trainer is None else self.trainer.lightning_module
-        graph: Any = getattr(module, "role_graph", None)
-        return getattr(module, "condition_rows", None) if graph is not None and graph.behind else None
-
-    def _of_model(self, name: str) -> Any:
-        """The attribute ``processor`` of the model that is trained; None where it has none."""
-        module = self._reader if self.trainer is None else self.trainer.lightning_module
-        return getattr(getattr(module, "processor", None), name, None)
 
     def prepare_data(self) -> None:
         """Index the files of the running stage, once for all ranks of a node."""
         running = self.trainer.state.fn if self.trainer is not None else None
-        for stage in self._wanted(running):
+        for stage in self.wanted(running):
             for summary in self._summaries(stage):
                 rank_zero_info(summary)
 
@@ -307,7 +235,7 @@ class FlowDataModule(L.LightningDataModule):
         return [summary for stage in self.files for summary in self._summaries(stage, measurer)]
 
     def _summaries(self, stage: str, measurer: Measurer = this_process) -> list[str]:
-        opened = self._open(stage, measurer)
+        opened = self.open(stage, measurer)
         if isinstance(opened, SampleStream):
             return []  # how many there are is told at its end
         told = [source.summary for source in opened.sources if isinstance(source, IndexedSource)]
@@ -329,9 +257,9 @@ class FlowDataModule(L.LightningDataModule):
         announce_compilation(rank_zero_info)
         if self.trainer is not None:
             settings = self.settings
-            _refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
-        opened = {name: self._open(name, media_compared=self.trainer is not None) for name in self._wanted(stage)}
-        self._share(opened)
+            refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
+        opened = {name: self.open(name, media_compared=self.trainer is not None) for name in self.wanted(stage)}
+        self.share(opened)
         if self.producers is not None and self._cluster is None:
             self._cluster, self._local_ray = connect_ranks(self.trainer, self.num_workers)
 
@@ -382,52 +310,19 @@ class FlowDataModule(L.LightningDataModule):
         for loader in self._loaders:
             loader.close()
         self._leave_ray()
-        self._leave_reader()
+        self.leave_reader()
 
     def on_exception(self, exception: BaseException) -> None:
         """End the workers, at once: what has failed is told after this hook, and a dead worker must not hold it up."""
         for loader in self._loaders:
             loader.abandon()
         self._leave_ray(waits=False)
-        self._leave_reader()
-
-    def _share(self, opened: Mapping[str, Source]) -> None:
-        """Take these data, by the node's reader where several processes would read them whole."""
-        self._leave_reader()
-        if self.producers is None:
-            self._of_node = node_sources(opened, self.trainer, self.num_workers)
-            opened = self._of_node.sources
-        self._sources |= opened
-
-    def _leave_reader(self) -> None:
-        """End the node's reader, and forget what it gave."""
-        self._of_node.close()
-        for name in self._of_node.sources:
-            self._sources.pop(name, None)
-        self._of_node = NodeSources()
+        self.leave_reader()
 
     def _leave_ray(self, *, waits: bool = True) -> None:
         if self._local_ray is not None:
             self._local_ray.close(waits=waits)
         self._cluster = self._local_ray = None
-
-    def fingerprint(self, stage: str) -> str:
-        """Changes with the content of the files of a stage: ranks that plan the same steps have the same."""
-        return fingerprint([self._source(name).fingerprint for name in self._wanted(stage)])
-
-    def path(self, stage: str) -> Path:
-        """The path beside which the index of a stage's first data is kept; of a source of one's own the folder."""
-        if isinstance(self.files[stage].sources[0], SampleSource):
-            return Path.cwd() / stage
-        return open_stores(self.files[stage].sources[0])[0].path
-
-    def record(self, stage: str, sample: int) -> Record:
-        """The record that a sample of ``"train"``, ``"val"``, ``"test"`` or ``"predict"`` is."""
-        return self._source(stage).record(sample)
-
-    def _wanted(self, stage: str | None) -> list[str]:
-        names = self.files if stage is None else _STAGES[stage]
-        return [name for name in names if name in self.files]
 
     @property
     def settings(self) -> dict[str, str]:
@@ -452,64 +347,8 @@ class FlowDataModule(L.LightningDataModule):
             settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
         return {name: repr(value) for name, value in settings.items()}
 
-    def _open(self, stage: str, measurer: Measurer = this_process, *, media_compared: bool = False) -> Source:
-        """The samples of all stores of a stage; measures those that no cache knows."""
-        prompts = stage == "predict"
-        measure = Measure(
-            self.tokenizer,
-            self.template,
-            self.images,
-            self.index.unreadable,
-            prompts,
-            self.videos,
-            self.protocols,
-            self.ignore_columns,
-            self.columns,
-            self._condition_rows,
-            self.audio,
-        )
-        sources = [each.load() if isinstance(each, HubDataset) else each for each in self.files[stage].sources]
-        if any(is_stream(each) for each in sources):
-            return self._open_stream(stage, sources, measure)
-        opened: list[list[SampleSource]] = [
-            [source]
-            if isinstance(source, SampleSource)
-            else [
-                IndexedSource(store, measure, self.token_budget, self.index, measurer, media_compared=media_compared)
-                for store in open_stores(source, self.ignore_columns, self.columns)
-            ]
-            for source in sources
-        ]
-        weights = self.files[stage].shares([[len(each) for each in group] for group in opened])
-        return JoinedSources([each for group in opened for each in group], weights)
-
-    def _open_stream(self, stage: str, sources: Sequence[Any], measure: Measure) -> StreamSource:
-        if len(sources) > 1:
-            raise DataError(
-                f"{stage} has a stream beside other data; mix streams by datasets.interleave_datasets, and give that."
-            )
-        if self.num_workers > 0 and not can_read_for_others():
-            raise DataError(
-                f"{stage} is a stream, but num_workers={self.num_workers}: one process can read it for several workers "
-                "on Linux only; set it to 0."
-            )
-        if self.producers is not None:
-            raise DataError(
-                f"{stage} is a stream, which is read in order, but producers={self.producers!r}; leave it out."
-            )
-        return StreamSource(sources[0], measure, self.token_budget, self.index)
-
-    def _source(self, name: str) -> Source:
-        if name not in self.files:
-            raise DataError(f"FlowDataModule has no {name} data; give it: FlowDataModule({name}='{name}.jsonl', ...).")
-        if name not in self._sources:
-            self._sources[name] = self._open(name)
-            if self.trainer is None and self.num_workers > 0 and isinstance(self._sources[name], SampleStream):
-                self._share({name: self._sources[name]})
-        return self._sources[name]
-
     def _loader(self, stage: str) -> StepLoader:
-        source, shard, packing = self._source(stage), self._shard(), self.packing
+        source, shard, packing = self.source(stage), own_shard(self.trainer), self.packing
         samples = SampleLoader(
             source,
             self.tokenizer,
@@ -525,9 +364,8 @@ class FlowDataModule(L.LightningDataModule):
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)
         sampling, in_effect = self._steps(stage, source), self._packing_in_effect()
-        _warn_of_idle_ranks(sampling, shard)
-        module = getattr(self.trainer, "lightning_module", None)
-        cuts_media = getattr(module or self._reader, "encodes_parts_apart", False)
+        warn_of_idle_ranks(sampling, shard)
+        records = self.node_records(stage)
         steps = StepDataset(
             samples,
             sampling,
@@ -535,10 +373,12 @@ class FlowDataModule(L.LightningDataModule):
             in_effect,
             packing.pad_to_budget,
             unset,
-            cuts_media=cuts_media,
-            node=self._node_records(stage, shard),
+            cuts_media=getattr(self.read_by, "encodes_parts_apart", False),
+            node=None if records is None else NodeRecords(records, shards_of_node(self.trainer)),
         )
+        module = getattr(self.trainer, "lightning_module", None)
         strategy = None if self.trainer is None else self.trainer.strategy
+        processors = self.images, self.videos, self.audio
         loader = StepLoader(
             steps,
             files=[each.fingerprint for each in (source.sources if isinstance(source, JoinedSources) else [source])],
@@ -547,31 +387,10 @@ class FlowDataModule(L.LightningDataModule):
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(module, "prepare_media", None),
-            keeping=self._keeping(shard),
+            keeping=keeping_of(self.keep_features, module, shard, processors),
         )
         self._loaders.add(loader)
         return loader
-
-    def _node_records(self, stage: str, shard: RankShard) -> NodeRecords | None:
-        """The way to the node's reader for records of steps; None where this rank reads them itself."""
-        if stage not in self._of_node.records:
-            return None
-        trainer = self.trainer
-        shards = [shard] if trainer is None else getattr(trainer.strategy, "node_shards", None)
-        if shards is None:
-            assert trainer is not None
-            first = trainer.global_rank - trainer.local_rank
-            ranks = range(first, first + trainer.world_size // trainer.num_nodes)
-            shards = [RankShard.plain(rank, trainer.world_size) for rank in ranks]
-        return NodeRecords(self._of_node.records[stage], tuple(shards))
-
-    def _keeping(self, shard: RankShard) -> FeatureKeeping | None:
-        fingerprint_of = getattr(getattr(self.trainer, "lightning_module", None), "encoder_fingerprint", None)
-        if self.keep_features is None or fingerprint_of is None:
-            return None
-        processors = self.images, self.videos, self.audio
-        read = [(type(each).__qualname__, each.fingerprint) for each in processors if each is not None]
-        return FeatureKeeping(self.keep_features, fingerprint(read), shard, fingerprint_of)
 
     def _packing_in_effect(self) -> StepPacking:
         return self.packing.in_effect(self.token_budget, self.encoder_budget)
@@ -591,32 +410,3 @@ class FlowDataModule(L.LightningDataModule):
             return sizing.in_order(stage, source)
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0
         return sizing.training(source, shuffle=self.shuffle and not overfits)
-
-    def _shard(self) -> RankShard:
-        """This rank's part of each step: the strategy's, or that of plain data parallelism."""
-        if self.trainer is None:
-            return RankShard.plain(0, 1)
-        shard: RankShard | None = getattr(self.trainer.strategy, "rank_shard", None)
-        return shard or RankShard.plain(self.trainer.global_rank, self.trainer.world_size)
-
-
-def _warn_of_idle_ranks(steps: Steps, shard: RankShard) -> None:
-    if isinstance(steps, Sampling) or steps.settings is None:
-        return
-    ranks = shard.members.counts[shard.members.trunk]
-    if (microbatches := steps.settings.microbatches) < ranks:
-        rank_zero_warn(
-            f"Of {ranks} {shard.members.trunk} ranks some have no work, as a step has microbatches={microbatches}. "
-            f"Set FlowDataModule(token_steps=TokenSteps(microbatches={ranks})) or more, or lower token_budget."
-        )
-
-
-def _refuse_unlike_ranks(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
-    """Raises a DataError where a rank's settings are not those of rank 0, with which it would plan other steps."""
-    unlike = [name for name in own if own[name] != first[name]]
-    if unlike:
-        here, there = (", ".join(f"{name}={of[name]}" for name in unlike) for of in (own, first))
-        raise DataError(
-            f"Rank {rank} has FlowDataModule({here}), but rank 0 has {there}. All ranks plan the same steps from the "
-            "same settings: give the same values, and the same number to seed_everything, on every rank."
-        )

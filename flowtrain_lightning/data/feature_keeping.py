@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol
 
 from flowtrain_lightning.data.batch import PackedMedia, RankShard
 from flowtrain_lightning.data.feature_store import FeaturesNotKept, FeatureStore, KeepFeatures
 from flowtrain_lightning.data.fingerprint import fingerprint
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
+
+
+class Processor(Protocol):
+    """Makes of media what an encoder sees."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that changes what it makes."""
+
+
+def keeping_of(
+    settings: KeepFeatures | None, module: object | None, shard: RankShard, processors: Iterable[Processor | None]
+) -> FeatureKeeping | None:
+    """How a rank keeps features; None where none are kept, or no model says what its features follow from.
+
+    Args:
+        settings: where, if at all.
+        module: the model that is trained.
+        shard: what this rank loads.
+        processors: of media.
+    """
+    fingerprint_of = getattr(module, "encoder_fingerprint", None)
+    if settings is None or fingerprint_of is None:
+        return None
+    read = [(type(each).__qualname__, each.fingerprint) for each in processors if each is not None]
+    return FeatureKeeping(settings, fingerprint(read), shard, fingerprint_of)
 
 
 @dataclass

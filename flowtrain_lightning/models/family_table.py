@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,7 +92,7 @@ def table(found: Sequence[Certificate]) -> str:
         for each in ordered
     ]
     head = _INTRODUCTION.format(
-        date=datetime.now(UTC).date().isoformat(),
+        date=datetime.now(timezone.utc).date().isoformat(),
         transformers=version("transformers"),
         torch=version("torch"),
         beside=_beside(),

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from flowtrain_lightning.models.trained_weights import (
 from flowtrain_lightning.packing_check.twins import CheckedTwin
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.blocks import Compile, compile_blocks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class HuggingFaceVLM(ReadingModule):

@@ -6,7 +6,7 @@ import shutil
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from flowtrain_lightning.data import AudioProcessor, ImageProcessor, Tokenizer, VideoProcessor, open_tokenizer
 from flowtrain_lightning.models.asked_audio import own_audio
@@ -24,6 +24,9 @@ from flowtrain_lightning.models.own_words import (
 from flowtrain_lightning.models.processor_template import ProcessorTemplate, Tiles
 from flowtrain_lightning.models.published_config import read_config, refuse_missing_library
 from flowtrain_lightning.models.videos import videos_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PALIGEMMA_TEMPLATE = """
 {%- if messages | length > 2 or messages[0]['role'] != 'user' -%}

@@ -31,7 +31,8 @@ class Qwen3Videos(VideoProcessor):
     def choose(self, frames: int, rate: float) -> NDArray[np.int64]:
         """Which of so many frames, of which ``rate`` are shown a second, are taken, with the first and the last."""
         count = min(max(int(frames / rate * self.fps), self.min_frames), self.max_frames, frames)
-        return np.linspace(0, frames - 1, count).round().astype(np.int64)
+        chosen: NDArray[np.int64] = np.linspace(0, frames - 1, count).round().astype(np.int64)
+        return chosen
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Height and width in patches of each of so many frames of ``height x width`` pixels.

@@ -197,7 +197,8 @@ def wanted_media(cost: FloatArray, media: FloatArray, least: FloatArray, most: F
     """
     count = len(cost)
     order = np.arange(count)
-    wanted, best = media.copy(), media.copy()
+    wanted: FloatArray = media.copy()
+    best: FloatArray = media.copy()
     mean = np.zeros(count, dtype=np.float64)
     total, span = 0.0, 0.0
     for position in range(count):

@@ -111,7 +111,7 @@ def _swapped(
     sync_every: SyncEvery,
 ) -> IntArray:
     """The microbatches after swaps that bring media to where the step wants them, rebalanced."""
-    found = bin_of.copy()
+    found: IntArray = bin_of.copy()
     by_density, slack = np.lexsort((-tokens, encoder / costs)), budget
     if sync_every == "microbatch":
         # Attention: what a sample costs beyond as many of the cheapest tokens.

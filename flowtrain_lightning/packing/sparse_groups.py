@@ -142,7 +142,7 @@ def _levels(bins: Bins, groups: int, group_size: int, short: float) -> FloatArra
             total[group] += bins.load[number]
     for group in range(groups):
         short -= group_size * top[group] - total[group]
-    level = top.copy()
+    level: FloatArray = top.copy()
     for group in np.argsort(top - most, kind="mergesort"):
         more = min(max(0.0, short), group_size * max(0.0, most[group] - level[group]))
         level[group] += more / group_size

@@ -128,7 +128,7 @@ def with_frequent_keywords(drawings: list[Drawing]) -> list[Drawing]:
 def open_drawing(library: Path, drawing: Drawing) -> Image.Image | None:
     """The drawing, small, with its transparency; None where it is too long for its height or its width."""
     with Image.open(library / "png" / f"{drawing.name}.png") as file:
-        picture = file.convert("RGBA")
+        picture: Image.Image = file.convert("RGBA")
     picture = picture.crop(picture.getbbox())  # without the transparent margin, small drawings become larger
     if max(picture.size) / min(picture.size) > LARGEST_RATIO:
         return None

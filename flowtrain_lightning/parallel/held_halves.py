@@ -1,0 +1,148 @@
+"""The halves that one rank holds: which, how much of each, and whether their weights have numbers yet."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from torch import nn
+
+from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
+from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
+from flowtrain_lightning.parallel.stage_cut import StageCut, cut_half, drop_other_stages
+from flowtrain_lightning.parallel.stage_forward import StageForward
+from flowtrain_lightning.parallel.tensor_plan import TensorPlan
+from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
+
+
+class HeldHalves(nn.Module):
+    """A module of named halves, some of which may live on other ranks, or in part there.
+
+    Attributes:
+        halves: for each half the paths of its modules.
+        edges: modality -> the half that makes its rows and the half that reads them.
+    """
+
+    halves: Mapping[str, tuple[str, ...]]
+    edges: Mapping[str, tuple[str, str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given_roles: tuple[str, ...] | None = None  # all
+        self._in_parts: tuple[str, ...] = ()
+        self._given_stage: tuple[int, int] | None = None  # of the trunk, and how many it has
+        self._staged: StageForward | None = None
+        self._built: tuple[str, ...] | None = None
+        self._unfilled: dict[str, UnfilledWeights] = {}
+
+    @property
+    @abstractmethod
+    def builds_whole(self) -> bool:
+        """Whether `configure_whole` builds all halves at once."""
+
+    @abstractmethod
+    def configure_whole(self) -> None:
+        """Builds all halves."""
+
+    @abstractmethod
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        """Divides the layers of a half among tensor-parallel ranks."""
+
+    @property
+    def role_graph(self) -> RoleGraph:
+        """The edges between the halves.
+
+        Raises:
+            RoleError: neither their names nor ``edges`` say it.
+        """
+        try:
+            return graph_of(self.halves, self.edges)
+        except RoleError as error:
+            raise RoleError(f"The halves of {type(self).__name__}: {error}") from error
+
+    def build_held(self) -> None:
+        """Builds the halves that live on this rank, and the others without memory.
+
+        Raises:
+            RuntimeError: another half is needed than the module was built with on this rank.
+        """
+        if self._built is None or self._unfilled:
+            self._unfilled = build_halves(self, self._local_roles, self._in_parts)
+            check_halves(self)
+            self._built = self._local_roles
+        elif not set(self._local_roles) <= set(self._built):
+            raise RuntimeError(
+                f"This {type(self).__name__} was built on a rank that holds {', '.join(self._built)} only, but is now "
+                f"needed with {', '.join(self._local_roles)}. Load it from a checkpoint: "
+                f"{type(self).__name__}.load_from_checkpoint(PATH)."
+            )
+        self._cut_stage()
+
+    @property
+    def _local_roles(self) -> tuple[str, ...]:
+        """The roles whose halves this rank holds."""
+        return self.role_graph.roles if self._given_roles is None else self._given_roles
+
+    def set_local_roles(
+        self,
+        roles: tuple[str, ...] | None,
+        in_parts: tuple[str, ...] = (),
+        stage: tuple[int, int] | None = None,
+    ) -> None:
+        """The strategy says which halves this rank holds (None: all), and of which of them a part only.
+
+        Args:
+            roles: of this rank.
+            in_parts: those of which it holds a part only.
+            stage: which stage of the trunk it holds, of how many; None where it is not in stages, or not here.
+        """
+        self._given_roles, self._in_parts, self._given_stage = roles, in_parts, stage
+
+    @property
+    def staged(self) -> StageForward | None:
+        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+        return self._staged
+
+    @property
+    def held_stage(self) -> StageCut | None:
+        """The part of the trunk that this rank's stage holds."""
+        return None if self._staged is None else self._staged.cut
+
+    def _cut_stage(self) -> None:
+        """Gives up what other stages hold.
+
+        Raises:
+            RuntimeError: it was cut for another stage before.
+        """
+        given, trunk = self._given_stage, self.role_graph.trunk
+        if self._staged is None:
+            if given is not None:
+                cut = cut_half(self, trunk, *given)
+                drop_other_stages(self, cut)
+                self._staged = StageForward(self, cut)
+        elif (self._staged.cut.stage, self._staged.cut.stages) != given and trunk in self._local_roles:
+            raise RuntimeError(
+                f"This {type(self).__name__} holds stage {self._staged.cut.stage} of {self._staged.cut.stages} of an "
+                "earlier run, but other layers are needed now. Load it from a checkpoint: "
+                f"{type(self).__name__}.load_from_checkpoint(PATH)."
+            )
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank will hold a part only of a half, so that weights are built without memory."""
+        return bool(self._in_parts)
+
+    @property
+    def unfilled(self) -> Mapping[str, UnfilledWeights]:
+        """Role -> the weights of a half that is built, but has no memory yet."""
+        return self._unfilled
+
+    def mark_filled(self) -> None:
+        """The strategy says that all halves have their weights."""
+        self._unfilled = {}
+
+    def drop_absent_roles(self) -> None:
+        """Before others train them: what this rank had of them, if it was whole, would become stale."""
+        drop_absent_roles(self, self._local_roles)
+        self._cut_stage()
+        self._built = self._local_roles
