@@ -35,8 +35,8 @@ def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule
             )
         for path, part in experts.items():
             reason = (
-                _why_undividable(path, part, layout.expert)
-                or _why_unadaptable(path, part, module)
+                _why_unadaptable(path, part, module)
+                or _why_undividable(path, part, layout.expert)
                 or _why_skipped(path, module)
             )
             if reason is not None:
