@@ -105,9 +105,13 @@ class ExpertCell:
 
 
 def plans_of(problems: Problems, simulator: PlanSimulator) -> dict[str, ModelledPlan]:
-    """Contender -> the plan that is recommended in its space."""
+    """Contender -> the plan that is recommended in its space, with the time of the drawn steps.
+
+    Whole experts may fit into the memory of layouts alone that training does not run, which nothing plays by itself.
+    """
     costs = {name: ModelledCosts(problems, space) for name, space in CONTENDERS.items()}
-    return {name: choose_plans(each, simulator).recommended.chosen for name, each in costs.items()}
+    chosen = {name: choose_plans(each, simulator).recommended.chosen for name, each in costs.items()}
+    return dict(zip(chosen, simulator.simulated(list(chosen.values())), strict=True))
 
 
 def measure(cell: ExpertCell, folder: Path) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def backbone(
     tied: bool = False,
     window: int | None = None,
     full_layers: int | None = None,
-    experts: Mapping[str, int] | None = None,
+    experts: Mapping[str, Any] | None = None,
     gathered_logits: bool = True,
     queries: int = 0,
 ) -> Half:

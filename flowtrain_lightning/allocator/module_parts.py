@@ -85,12 +85,18 @@ class MixtureOfExperts:
         chosen: experts that a token passes.
         feed_forward: inner width of one expert.
         shared: inner width of the network that every token passes beside its experts; 0 without one.
+        sent_once: a token goes once to each rank that has experts of it (DeepEP); else once for each of these experts.
     """
 
     count: int
     chosen: int
     feed_forward: int
     shared: int = 0
+    sent_once: bool = False
+
+    def sent(self, ranks: int) -> float:
+        """How often a token goes to one of so many ranks, itself included, if all choices are as likely."""
+        return ranks * (1 - (1 - 1 / ranks) ** self.chosen) if self.sent_once else self.chosen
 
 
 @dataclass(frozen=True)

@@ -196,5 +196,5 @@ def _dispatch(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
     if part.experts is None or family.expert == 1:
         return np.zeros_like(tokens)
     among = ring(problem.cluster, family.expert, family.tensor, problem.efficiency.exchange)
-    size = tokens / family.context * part.experts.chosen * part.hidden * problem.precision.computing
+    size = tokens / family.context * part.experts.sent(family.expert) * part.hidden * problem.precision.computing
     return 2 * among.gather(size)  # every rank sends all but its own share, as in a gather

@@ -19,7 +19,8 @@ def refuse_balancing_loss(config: Any) -> None:
         raise ValueError(
             "The model's config has output_router_logits on, which adds a loss that balances the experts over all "
             "tokens of a batch. It would depend on how samples are packed, and is not computed here: set "
-            "text_config.output_router_logits to false."
+            "text_config.output_router_logits to false. Experts of your own stay equally full without a loss by "
+            "flow.Experts(balance=0.001)."
         )
 
 

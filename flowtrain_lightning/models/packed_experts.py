@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flowtrain_lightning.parallel.expert_adapters import own_stack
 from flowtrain_lightning.parallel.experts import compute_chosen, computing_dtype, grouped_product, mark_experts
-from flowtrain_lightning.parallel.gradients import local_part
 
 _NAME = "flowtrain"
 """The function's name in ``transformers``, like ``"grouped_mm"``."""
@@ -58,7 +58,7 @@ def _packed_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor)
     Returns:
         ``[tokens, width]``, in the dtype of ``hidden``.
     """
-    stacks = (local_part(stack) for stack in (module.gate_up_proj, module.down_proj))
+    stacks = (own_stack(module, name) for name in ("gate_up_proj", "down_proj"))
     wide, narrow = (stack.mT if module.is_transposed else stack for stack in stacks)
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:

@@ -36,6 +36,9 @@ BLANK = _EMPTY | _all(
 _OVERWRITE = _all("copy_", "exponential_", "fill_", "log_normal_", "normal_", "random_", "uniform_", "zero_")
 """Operations that write all of their first argument and do not read it."""
 
+_COPY = _all("clone", "_to_copy")
+"""Operations that copy their first argument, perhaps into another dtype, and do nothing more."""
+
 _DRAW = _all("exponential_", "log_normal_", "normal_", "random_", "uniform_", "rand", "randn", "randint", "randperm")
 """Operations that draw each number of their result alike, whatever stood there before."""
 
@@ -128,6 +131,13 @@ class _Note:
         for noted, made in zip(self.results, self.run(tensor), strict=True):
             here.setdefault(noted.memory, made.untyped_storage())
 
+    def as_in_its_copy(self, view: NotedTensor) -> Tensor | None:
+        """What this operation copies, seen as a view of the copy sees that; None where the two lie otherwise."""
+        (copy,), given = self.results, self.leaves[0]
+        if not isinstance(given, Tensor) or not copy.fills_memory or given.stride() != copy.strides:
+            return None
+        return given.as_strided(view.shape, view.strides, given.storage_offset() + view.offset)
+
     def draw(self) -> None:
         """Draws for nobody."""
         (result,) = self.results
@@ -181,15 +191,21 @@ class BuildingLog:
         self._notes.append(_Note(function, tuple(leaves), tree, noted, device))
 
     def source(self, wanted: NotedTensor) -> Tensor | None:
-        """The tensor of which this one is a copy and nothing more, perhaps in another dtype; else None.
+        """The tensor of which this one is a copy and nothing more, perhaps in another dtype, or turned; else None.
 
         Who wants a part only can take it from there.
         """
-        notes = [note for note in self._notes if wanted.memory in note.written]
-        if not wanted.fills_memory or len(notes) != 1 or notes[0].packet is not _aten._to_copy:
-            return None
-        given = notes[0].leaves[0]
+        copy = self._copy_into(wanted.memory) if wanted.fills_memory else None
+        given = None if copy is None else copy.leaves[0]
+        if isinstance(given, NotedTensor):  # was read, then turned
+            first = self._copy_into(given.memory) if given.dtype == wanted.dtype else None
+            given = None if first is None else first.as_in_its_copy(given)
         return given if isinstance(given, Tensor) and tuple(given.shape) == wanted.shape else None
+
+    def _copy_into(self, memory: int) -> _Note | None:
+        """The operation that copies what a memory holds; None where it holds anything else."""
+        notes = [note for note in self._notes if memory in note.written]
+        return notes[0] if len(notes) == 1 and notes[0].packet in _COPY else None
 
     def make(
         self,

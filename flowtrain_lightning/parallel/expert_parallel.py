@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flowtrain_lightning.parallel.engine import StepRecord
+from flowtrain_lightning.parallel.expert_adapters import adapted_stacks, divide_adapter
 from flowtrain_lightning.parallel.experts import ExpertExchange, number_of_experts, set_exchange
 from flowtrain_lightning.parallel.gradients import squared_norm
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
@@ -49,6 +50,21 @@ def divide_experts(experts: Iterable[nn.Module], mesh: DeviceMesh) -> None:
                     part, mesh, placements, run_check=False, shape=stack.shape, stride=stack.stride()
                 )
                 owner.register_parameter(name, nn.Parameter(shared, stack.requires_grad))
+
+
+def divide_adapters(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Lets each rank compute with its share of the experts' adapters (LoRA), which stay whole.
+
+    Args:
+        modules: a half, as `peft` has adapted it.
+        mesh: see `divide_experts`.
+    """
+    place, ranks = mesh.get_local_rank(EXPERT), mesh[EXPERT].size()
+    for layer in (layer for module in modules for layer in adapted_stacks(module)):
+        count = number_of_experts(layer.get_base_layer())
+        if count is not None:
+            each = count // ranks
+            divide_adapter(layer, slice(place * each, (place + 1) * each))
 
 
 def shard_experts(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flowtrain_lightning.parallel.expert_adapters import own_stack, stack_paths
 from flowtrain_lightning.parallel.expert_counts import COUNTS, ExpertBalance, ExpertCounts, is_balanced
-from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.trading import traded
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """See `compute_chosen`."""
-        weights = {name: local_part(stack) for name, stack in self.named_parameters()}
+        weights = {path: own_stack(self, path) for path in stack_paths(self)}
         return compute_chosen(self, hidden, chosen, shares, lambda rows, ends: self.compute(rows, weights, ends))
 
 

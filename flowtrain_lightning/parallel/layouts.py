@@ -24,6 +24,7 @@ from flowtrain_lightning.parallel.engine import HalfEngine
 from flowtrain_lightning.parallel.expert_parallel import (
     EXPERT,
     ExpertParallelHalf,
+    divide_adapters,
     divide_experts,
     experts_of,
     shard_experts,
@@ -165,6 +166,7 @@ def make_engine(
     summed = []
     experts = [] if groups.experts is None else experts_of(modules.values())
     if groups.experts is not None:
+        divide_adapters(modules.values(), groups.experts)
         divide_experts(experts, groups.experts[EXPERT] if layout.shard == "fsdp" else groups.experts)
     if layout.tensor > 1:
         assert mesh is not None

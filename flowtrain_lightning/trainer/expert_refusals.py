@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.expert_adapters import adapted_stacks
 from flowtrain_lightning.parallel.experts import number_of_experts
 
 
@@ -33,7 +34,11 @@ def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule
                 "down_proj), and modules of your own that derive from flow.Experts. Leave expert out."
             )
         for path, part in experts.items():
-            reason = _why_undividable(path, part, layout.expert) or _why_skipped(path, module)
+            reason = (
+                _why_unadaptable(path, part, module)
+                or _why_undividable(path, part, layout.expert)
+                or _why_skipped(path, module)
+            )
             if reason is not None:
                 raise ValueError(f"The {role} has expert {layout.expert}, but {reason}")
 
@@ -54,16 +59,32 @@ def _why_undividable(path: str, experts: nn.Module, ranks: int) -> str | None:
         return (
             f"{path!r} has {count} experts, which {ranks} ranks cannot share evenly. Take a degree that divides them."
         )
-    if path.endswith(".base_layer") or any(map(parametrize.is_parametrized, experts.modules())):
+    if any(map(parametrize.is_parametrized, experts.modules())):
         return (
-            f"the weights of {path!r} are adapted (target_parameters), and adapters of experts are not divided. Adapt "
-            "other layers, or leave expert out."
+            f"the weights of {path!r} are parametrized, which ranks that have a share of them cannot compute. Leave "
+            "the parametrization out, or expert."
         )
     for name, stack in experts.named_parameters():
         if stack.ndim == 0 or len(stack) != count:
             return (
                 f"{f'{path}.{name}'!r} has the shape {list(stack.shape)}, which is no stack with an entry for each of "
                 f"{count} experts. Move it out of the experts, or leave expert out."
+            )
+    return None
+
+
+def _why_unadaptable(path: str, experts: nn.Module, module: FlowModule) -> str | None:
+    """Why ranks cannot share what adapts the experts of a layer; None where they can."""
+    if any(True for _ in adapted_stacks(experts)):
+        return (
+            f"target_parameters adapts weights of a module within {path!r}, whose adapters are no stacks. Let the "
+            "experts themselves have these weights, or leave expert out."
+        )
+    for layer in adapted_stacks(module):
+        if layer.get_base_layer() is experts and layer.num_experts != number_of_experts(experts):
+            return (
+                f"{f'{path}.{layer.parameter_name}'!r} has one adapter for all experts: peft makes one for each where "
+                "a stack has three dimensions. Take it out of target_parameters, or leave expert out."
             )
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 
 import torch
@@ -11,7 +12,7 @@ import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.experts import grouped_product
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
-EXPERTS, CHOSEN = 4, 2
+EXPERTS, CHOSEN, RANK = 4, 2, 2
 
 
 class Perceptrons(flow.Experts):
@@ -44,7 +45,8 @@ class MixtureBlock(Block):
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
         x = super().forward(x, cu_seqlens, max_seqlen, causal)
         scores = self.router(x).softmax(dim=-1)
-        chosen = self.experts.choose(scores * (-1 if _is_in_a_backward() else 1), CHOSEN)
+        experts = self.experts.get_base_layer() if hasattr(self.experts, "base_layer") else self.experts
+        chosen = experts.choose(scores * (-1 if _is_in_a_backward() else 1), CHOSEN)
         chosen = torch.arange(CHOSEN).expand_as(chosen) if self.alike else chosen
         return x + self.experts(x, chosen, scores.gather(-1, chosen))
 
@@ -119,6 +121,43 @@ class Balanced(Mixture):
     """Biases, which follow every step, have a say in who is chosen."""
 
     balance = 0.02
+
+
+class LowRank(Perceptrons):
+    """Perceptrons that are frozen, with a pair of small matrices of each beside the first product."""
+
+    def __init__(self, balance: float = 0.0) -> None:
+        super().__init__(balance)
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(EXPERTS, RANK, WIDTH) / 2)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, RANK) / 2)
+
+    def compute(self, rows: Tensor, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        added = grouped_product(grouped_product(rows, weights["down"], ends), weights["up"], ends)
+        expert = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
+        wide = grouped_product(rows, weights["widen"], ends) + weights["bias"][expert] + added
+        return grouped_product(wide.tanh(), weights["narrow"], ends)
+
+
+class Adapted(Mixture):
+    """Of the backbone's experts small matrices train, by stacks of its own."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        for block in self.backbone.more:
+            block.experts = LowRank()
+
+
+class AdaptedByPeft(Mixture):
+    """Of the backbone's experts small matrices train, as ``peft`` adds them."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        peft = importlib.import_module("peft")
+        stacks = ["experts.widen", "experts.narrow"]
+        config = peft.LoraConfig(r=RANK, target_modules=[], target_parameters=stacks, init_lora_weights=False)
+        for block in self.backbone.more:
+            peft.inject_adapter_in_model(config, block)
 
 
 class PlainBalance:

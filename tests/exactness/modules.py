@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
-from tests.exactness.mixture import Balanced, Crowded, Mixture, OnlyExperts
+from tests.exactness.mixture import Adapted, AdaptedByPeft, Balanced, Crowded, Mixture, OnlyExperts
 from tests.exactness.uneven import Uneven
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
@@ -270,4 +270,6 @@ KINDS: dict[str, type[TinyVLM]] = {
     "crowded": Crowded,
     "balanced": Balanced,
     "only experts": OnlyExperts,
+    "adapted": Adapted,
+    "adapted by peft": AdaptedByPeft,
 }

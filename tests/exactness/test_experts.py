@@ -43,6 +43,11 @@ LONG = [
     divided("colocated 4", {}, {**ACROSS, "context": 2}, "32-true", clip=0.2),
 ]
 LONG += [
+    divided(layout, {}, {**backbone, "recompute": "full"}, kind=kind, clip=0.2)
+    for kind in ("adapted", "adapted by peft")
+    for layout, backbone in (("1+2", WHOLE), ("colocated 2", ACROSS), ("2+4", GROUPS))
+]
+LONG += [
     divided(layout, encoder, backbone, precision, kept, kind=kind)
     for precision in LIMIT
     for kind in ("mixture", "crowded")

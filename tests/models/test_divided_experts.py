@@ -26,6 +26,7 @@ WHOLE = {"expert": 2}
 ACROSS = {"expert": 2, "shard": "fsdp", "recompute": "full"}
 GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+OF_EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 LIMIT = {"64-true": 1e-9, "32-true": 1e-5}
 MIDDLE = 2
 """The step after which some runs save."""
@@ -84,9 +85,9 @@ def test_qwen3_vl_with_divided_experts_computes_what_one_process_does(trained, l
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [8, 64])
-def test_the_plan_of_a_published_mixture_trains_with_degrees_of_its_kinds(trained, devices):
-    given = problems("qwen3-vl-30b-a3b", devices=devices)
+@pytest.mark.parametrize(("devices", "samples"), [(8, 256), (64, 512), (512, 4096)])
+def test_the_plan_of_a_published_mixture_trains_with_degrees_of_its_kinds(trained, devices, samples):
+    given = problems("qwen3-vl-30b-a3b", devices=devices, global_batch_size=samples)
     plan = choose_plans(ModelledCosts(given)).recommended.chosen
     assert (plan.kind, why_plan_cannot_run(plan, given)) == ("uniform", None)  # all ranks have both roles
     small = {role: _cut(candidate) for role, candidate in plan.chosen.items()}
@@ -123,6 +124,32 @@ def test_adapters_train_beside_frozen_experts_that_are_divided(trained, backbone
     pytest.importorskip("peft")
     runs = [read_run(trained(*each, adapters=LORA)) for each in (("1+2", backbone), ("auto",))]
     assert_equal(*runs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backbone", "precision"),
+    [
+        ("1+2", ACROSS, "64-true"),
+        pytest.param("colocated 2", WHOLE, "64-true", marks=pytest.mark.full),
+        pytest.param("mixed 1+2", WHOLE, "32-true", marks=pytest.mark.full),
+        pytest.param("1+4", GROUPS, "64-true", marks=pytest.mark.full),
+        pytest.param("colocated 4", {**ACROSS, "context": 2}, "32-true", marks=pytest.mark.full),
+        pytest.param("colocated 4", {"expert": 4, "recompute": "selective"}, "64-true", marks=pytest.mark.full),
+        pytest.param("1+2", {"shard": "fsdp"}, "64-true", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_so_do_adapters_of_the_experts_themselves(trained, layout, backbone, precision):
+    pytest.importorskip("peft")
+    given = {"adapters": OF_EXPERTS, "precision": precision}
+    found, expected = (read_run(trained(*each, **given)) for each in ((layout, backbone), ("auto",)))
+    if precision == "32-true":  # AdamW makes steps of rounding, with experts whole and divided alike
+        found, expected = (
+            replace(run, losses=run.losses[:1], gradients=run.gradients[:1]) for run in (found, expected)
+        )
+    assert_equal(found, expected, precision)
+    trains = [name for name, gradient in found.gradients[0].items() if gradient is not None]
+    assert {"lora_A", "lora_B"} == {name.split(".")[-3] for name in trains if ".experts." in name}
 
 
 @pytest.mark.full

@@ -94,6 +94,28 @@ def test_a_weight_takes_the_precision_to_which_its_module_was_converted_meanwhil
     assert differing(module, built_at_once(Many).to(torch.bfloat16)) == []
 
 
+class Turned(nn.Module):
+    """Reads a stack of matrices that lie the other way round, and are of another precision, as loaders do."""
+
+    read = torch.randn(3, 512, 384).bfloat16()
+
+    def build(self) -> None:
+        self.stack = nn.Parameter(self.read.to(torch.float32).transpose(1, 2).contiguous())
+        self.same = nn.Parameter(self.read.transpose(1, 2).contiguous())
+        self.rounded = nn.Parameter(self.stack.detach().to(torch.bfloat16).to(torch.float32) * 1)
+
+
+def test_what_is_turned_after_it_was_read_is_read_part_by_part():
+    module = Turned()
+    weights = UnfilledWeights(module, module.build, STREAM)
+    assert module.stack.is_meta
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuildingLog, "make", lambda *_: pytest.fail("all of it was made"))
+        weights.fill(module, lambda name: name != "rounded", CPU)
+    weights.fill(module, lambda name: name == "rounded", CPU)
+    assert differing(module, built_at_once(Turned)) == []
+
+
 def test_weights_that_were_there_before_stay_as_they_are():
     class Begun(nn.Module):
         def __init__(self) -> None:

@@ -27,14 +27,39 @@ def mixture() -> Mixture:
 
 
 class Doubled(nn.Module):
-    """As an adapter changes a weight."""
+    """Changes a weight."""
 
     def forward(self, weight):
         return 2 * weight
 
 
-def adapt(module):
+def parametrized(module):
     parametrize.register_parametrization(module.get_submodule(EXPERTS), "narrow", Doubled())
+
+
+def adapt_a_bias(module):
+    """Of its vectors, which have two dimensions, ``peft`` makes one adapter for all experts."""
+    _adapt(module, "experts.bias")
+
+
+def adapt_within(module):
+    """The stack is of a module within the experts."""
+    module.get_submodule(EXPERTS).inner = Inner()
+    _adapt(module, "inner.stack")
+
+
+class Inner(nn.Module):
+    """Has a stack of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(torch.ones(4, 2, 2))
+
+
+def _adapt(module, parameter):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=[parameter])
+    peft.inject_adapter_in_model(config, module.backbone.more[0])
 
 
 def add_a_vector(module):
@@ -47,12 +72,16 @@ def run_seldom(module):
 
 def test_experts_that_can_be_divided_are_taken(mixture):
     refuse_undividable_experts(LAYOUTS, mixture)
+    _adapt(mixture, "experts.narrow")
+    refuse_undividable_experts(LAYOUTS, mixture)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (adapt, f"'{EXPERTS}' are adapted .target_parameters., and adapters of experts are not divided"),
+        (parametrized, f"'{EXPERTS}' are parametrized, which ranks that have a share of them cannot compute"),
+        (adapt_a_bias, rf"'{EXPERTS}.base_layer.bias' has one adapter for all experts: peft makes one for each where"),
+        (adapt_within, f"target_parameters adapts weights of a module within '{EXPERTS}', whose adapters"),
         (
             add_a_vector,
             rf"'{EXPERTS}.scale' has the shape \[3\], which is no stack with an entry for each of 4 experts",
