@@ -203,7 +203,7 @@ def _why_text_cannot_run(layout: Layout) -> str | None:
 
 def _degree(role: str, stages: int) -> int:
     """Stages of a role where the backbone has so many."""
-    return stages if role == BACKBONE else 1
+    return {BACKBONE: stages}.get(role, 1)
 
 
 @cache
