@@ -128,8 +128,7 @@ def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
         for placement in _OF_STAGES if stages > 1 else ():
 
             def allows(role: str, layout: Layout, stages: int = stages, placement: Placement = placement) -> bool:
-                wanted = stages if role == BACKBONE else 1
-                return layout.pipeline == wanted and can_run(role, layout, problems, placement, stages)
+                return can_run(role, layout, problems, placement, stages)
 
             yield from costs.plans(allows, (placement,))
 
@@ -141,7 +140,7 @@ def has_stages(plan: ModelledPlan) -> bool:
 
 def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated", stages: int = 1) -> bool:
     """Whether training runs a role in a layout, in a placement, where the backbone has so many stages."""
-    if role == BACKBONE and layout.pipeline != stages:
+    if layout.pipeline != _degree(role, stages):
         return False
     return _runs(role, layout, tuple(problems), placement, stages) and _suits(layout, problems) is None
 
@@ -202,6 +201,11 @@ def _why_text_cannot_run(layout: Layout) -> str | None:
     )
 
 
+def _degree(role: str, stages: int) -> int:
+    """Stages of a role where the backbone has so many."""
+    return {BACKBONE: stages}.get(role, 1)
+
+
 @cache
 def _runs(role: str, layout: Layout, roles: tuple[str, ...], placement: Placement, stages: int) -> bool:
     """Whether training runs a layout at all: the role in it, at the smallest size of its kind, others in copies.
@@ -212,12 +216,13 @@ def _runs(role: str, layout: Layout, roles: tuple[str, ...], placement: Placemen
         return _why_text_cannot_run(layout) is None
     replicas = min(2, layout.replicas)
     each = max(layout.expert, min(2, layout.data // layout.replicas))
-    small = replace(layout, data=replicas * each * (1 if role == BACKBONE else stages), replicas=replicas)
+    small = replace(layout, data=replicas * each * stages // _degree(role, stages), replicas=replicas)
     together, count = placement == "colocated", small.ranks
     order = (BACKBONE, *(name for name in roles if name != BACKBONE))
     first = {name: 0 if together else number * count for number, name in enumerate(order)}
     ranks = {name: tuple(range(first[name], first[name] + count)) for name in roles}
-    copies = {name: Layout(count // stages, pipeline=stages) if name == BACKBONE else Layout(count) for name in roles}
+    degrees = {name: _degree(name, stages) for name in roles}
+    copies = {name: Layout(count // degree, pipeline=degree) for name, degree in degrees.items()}
     layouts = copies | {role: small}
     return why_it_cannot_run(Allocation(placement, layouts, ranks)) is None
 
