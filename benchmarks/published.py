@@ -62,6 +62,7 @@ def problems(
         token_budget=tokens * microbatch,
         encoder_budget=max(patches, picture) * (microbatch if encoded is None else encoded),
         loss_chunk=None,
+        microbatches=-(-batch // microbatch),  # as the papers have them: our packer makes more of them for a pipeline
     )
     # Clusters of the papers need not be whole nodes of eight.
     cluster = Cluster(chosen, -(-devices // chosen.per_node) * chosen.per_node, chosen.per_node)

@@ -54,7 +54,7 @@ def test_nothing_is_told_by_others_of_local_loaders_or_too_early(clock, caplog, 
     assert measured(clock, caplog, rank, producers=producers, steps=steps)[1] == []
 
 
-def test_the_bottleneck_is_named_with_the_share_of_waiting_and_the_producers_that_are_missing(clock, caplog):
+def test_the_bottleneck_is_named_with_its_share_and_the_producers_that_are_missing(clock, caplog):
     pace, _ = measured(clock, caplog, waiting=3 * TRAINING)
     assert pace.bottleneck == ("waits for producers", "75 %: 18 more would do")
     assert pace.metrics("encoder 0") == {
