@@ -32,8 +32,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from benchmarks.launch import machine
 from benchmarks.modules import ROOT
 from benchmarks.report import machine_line, table, write_results
-from flowtrain_lightning.parallel.expert_parallel import EXPERT, divide_experts, experts_of, shard_experts
-from flowtrain_lightning.parallel.experts import Experts, grouped_product
+from flowtrain_lightning.parallel.experts.expert_parallel import EXPERT, divide_experts, experts_of, shard_experts
+from flowtrain_lightning.parallel.experts.experts import Experts, grouped_product
 
 DIVIDED, WHOLE = "divided", "whole"
 RANKS = 4

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.modules import TOKENIZER
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.data import ImageProcessor
-from flowtrain_lightning.data.tokenization import open_tokenizer
+from flowtrain_lightning.data.records.tokenization import open_tokenizer
 from flowtrain_lightning.models import QwenVLM
 
 TINY = "tiny"

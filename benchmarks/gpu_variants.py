@@ -28,8 +28,8 @@ from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.allocator.devices import maker_device
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.data import Features, RankShard, StepBatch
-from flowtrain_lightning.data.dataloader import StepLoader
-from flowtrain_lightning.data.dataset import StepDataset
+from flowtrain_lightning.data.loading.dataloader import StepLoader
+from flowtrain_lightning.data.loading.dataset import StepDataset
 from flowtrain_lightning.metrics import FlopUtilization
 from flowtrain_lightning.packing.step_plan import IMAGE
 from flowtrain_lightning.placement.flop_counter import count_flops

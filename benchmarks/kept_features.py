@@ -31,7 +31,7 @@ from benchmarks.launch import machine
 from benchmarks.modules import ROOT, SEED
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.data import KeepFeatures
-from flowtrain_lightning.data.feature_store import packed, unpacked
+from flowtrain_lightning.data.features.feature_store import packed, unpacked
 
 WIDTH = 1152
 SIZES = {64: 500, 1024: 50}

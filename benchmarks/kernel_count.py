@@ -34,7 +34,7 @@ from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.models import QwenVLM
 from flowtrain_lightning.parallel import ReplicatedHalf
 from flowtrain_lightning.parallel.halves import half_parameters
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 
 META = torch.device("meta")
 _IMAGE_SIDE = 32  # patches

@@ -22,7 +22,7 @@ from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PoolSettings
 from flowtrain_lightning.allocator import BACKBONE, Allocation
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.parallel import TensorPlan
-from flowtrain_lightning.parallel.experts import Experts, grouped_product
+from flowtrain_lightning.parallel.experts.experts import Experts, grouped_product
 from flowtrain_lightning.placement.layout_costs import LayoutCosts
 
 WIDTH = 64

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.modules import Work, sizes
 from flowtrain_lightning.data import IGNORED_LABEL
-from flowtrain_lightning.data.sample_loader import SampleLoader
-from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.loading.sample_loader import SampleLoader
+from flowtrain_lightning.data.steps.sampler import Sampling
 from recipes.quickstart.model import Block, LanguageModel, VisionEncoder, patch_positions, rotary_angles, rotate
 from recipes.quickstart.module import QuickstartVLM
 

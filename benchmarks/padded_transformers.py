@@ -16,8 +16,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.padded import PaddedDataset, RankSampler, Sample
 from flowtrain_lightning.data import IGNORED_LABEL
-from flowtrain_lightning.data.dataset import StepDataset
-from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.loading.dataset import StepDataset
+from flowtrain_lightning.data.steps.sampler import Sampling
 
 _FRAMES = 2
 """Moments that a tower of Qwen takes together; a picture is repeated."""

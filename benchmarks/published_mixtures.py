@@ -102,7 +102,9 @@ def _row(row: dict[str, str]) -> PublishedMixture:
     experts = {"count": count, "chosen": chosen, "feed_forward": inner, "sent_once": row["source"] in _SENT_ONCE}
     half = backbone(layers=layers, feed_forward=inner, experts=experts, gathered_logits=False, **rest)
     budget = number["microbatch"] * number["seq"]
-    load = RoleLoad(np.array([number["seq"]]), number["batch"], budget, 1, forwards=number["batch"] // number["microbatch"])
+    load = RoleLoad(
+        np.array([number["seq"]]), number["batch"], budget, 1, forwards=number["batch"] // number["microbatch"]
+    )
     device = named_device(row["device"])
     efficiency = replace(assumed_efficiency(device), attention=CUDNN_ATTENTION)
     cluster = Cluster(device, number["gpus"], device.per_node)

@@ -74,7 +74,9 @@ def _step(row: dict[str, str]) -> PublishedStep:
     )
     data, shard, recompute, microbatch = (part.strip() for part in row["layout"].split(","))
     sequence, samples = int(row["seq"]), int(microbatch.removeprefix("mbs "))
-    load = RoleLoad(np.array([sequence]), int(row["batch"]), samples * sequence, 1, forwards=int(row["batch"]) // samples)
+    load = RoleLoad(
+        np.array([sequence]), int(row["batch"]), samples * sequence, 1, forwards=int(row["batch"]) // samples
+    )
     device = named_device(row["device"])
     cluster = Cluster(device, int(row["gpus"]), device.per_node)
     problem = RoleProblem(BACKBONE, half, load, False, cluster, _BF16_REDUCED, assumed_efficiency(device, COEFFICIENTS))

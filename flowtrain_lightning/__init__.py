@@ -12,7 +12,7 @@ __version__ = "0.2.0"
 _MODULES = {
     "ChatTemplate": "flowtrain_lightning.data",
     "Columns": "flowtrain_lightning.data",
-    "Experts": "flowtrain_lightning.parallel.experts",
+    "Experts": "flowtrain_lightning.parallel.experts.experts",
     "FlowCheckpointIO": "flowtrain_lightning.checkpoint",
     "FlowDataModule": "flowtrain_lightning.data",
     "FlowModule": "flowtrain_lightning.module",

@@ -22,7 +22,7 @@ from flowtrain_lightning.data import SampleSizes as SampleSizes
 from flowtrain_lightning.data import TokenSteps as TokenSteps
 from flowtrain_lightning.module import FlowModule as FlowModule
 from flowtrain_lightning.packing_check import check as check
-from flowtrain_lightning.parallel.experts import Experts as Experts
+from flowtrain_lightning.parallel.experts.experts import Experts as Experts
 from flowtrain_lightning.parallel.muon import MuonAdamW as MuonAdamW
 from flowtrain_lightning.runtime.pool_capacity import PoolSettings as PoolSettings
 from flowtrain_lightning.strategy import FlowTrainStrategy as FlowTrainStrategy

@@ -26,10 +26,10 @@ from flowtrain_lightning.compute.whole_module import refuse_all_frozen
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing.setting_values import check_setting
 from flowtrain_lightning.packing_check import Coupling, refuse_unknown_couplings
-from flowtrain_lightning.parallel.deepspeed_partition import showing_shapes
-from flowtrain_lightning.parallel.groups import collective_backend
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import showing_shapes
 from flowtrain_lightning.parallel.halves import without_absent_halves
-from flowtrain_lightning.parallel.job_store import root_store
+from flowtrain_lightning.parallel.ranks.groups import collective_backend
+from flowtrain_lightning.parallel.ranks.job_store import root_store
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,

@@ -22,7 +22,7 @@ from hypothesis import settings
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import flowtrain_lightning.packing
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.checked import leave_out_packing_check
 
 _compiling: subprocess.Popen[bytes] | None = None

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data

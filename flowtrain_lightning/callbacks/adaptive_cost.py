@@ -11,7 +11,7 @@ import lightning as L
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch, StepLoader
-from flowtrain_lightning.data.step_packing import CostChange
+from flowtrain_lightning.data.steps.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import AdaptiveCost, Observation
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD

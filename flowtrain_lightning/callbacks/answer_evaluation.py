@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torchmetrics import Metric
 
 from flowtrain_lightning.data import FlowDataModule, Record, StepBatch, StepLoader
-from flowtrain_lightning.data.image_files import decode, flatten
+from flowtrain_lightning.data.media.image_files import decode, flatten
 from flowtrain_lightning.metrics import AnswerExactMatch, AnswerSimilarity
 from flowtrain_lightning.module import FlowModule
 

@@ -25,10 +25,10 @@ from flowtrain_lightning.checkpoint.files import NotSavedError, remove, write_by
 from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part
 from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.checkpoint.saving import finish, share_out, write_rest
-from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.gradients import local_part
-from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import Halves
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
+from flowtrain_lightning.parallel.ranks.groups import Groups
 from flowtrain_lightning.parallel.regions import ElementRun, local_region
 
 _LOOK_SECONDS = 0.05

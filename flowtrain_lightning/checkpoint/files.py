@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.parallel.cross_group import AgreedError, CrossGroup
+from flowtrain_lightning.parallel.ranks.cross_group import AgreedError, CrossGroup
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD

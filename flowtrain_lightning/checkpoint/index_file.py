@@ -21,7 +21,7 @@ import torch
 from flowtrain_lightning.checkpoint.checkpoint_index import Index, Piece, StoredFile, StoredTensor
 from flowtrain_lightning.checkpoint.digest import digest_of
 from flowtrain_lightning.checkpoint.files import write_bytes
-from flowtrain_lightning.parallel.messages import decode_message, encode_message
+from flowtrain_lightning.parallel.ranks.messages import decode_message, encode_message
 from flowtrain_lightning.parallel.regions import Region, cover_exactly_once
 
 FORMAT = 2

@@ -29,11 +29,11 @@ from flowtrain_lightning.checkpoint.loop_progress import with_settled_progress
 from flowtrain_lightning.checkpoint.saving import OBJECTS, RANDOM_STATES
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, parse_key
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
-from flowtrain_lightning.parallel.deepspeed_partition import held_state
-from flowtrain_lightning.parallel.groups import Groups
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_state
 from flowtrain_lightning.parallel.halves import HalvedModule, absent_names, role_of
-from flowtrain_lightning.parallel.messages import decode_message
-from flowtrain_lightning.parallel.random_streams import global_seed, restore_random_states
+from flowtrain_lightning.parallel.ranks.groups import Groups
+from flowtrain_lightning.parallel.ranks.messages import decode_message
+from flowtrain_lightning.parallel.ranks.random_streams import global_seed, restore_random_states
 from flowtrain_lightning.parallel.regions import (
     ElementRun,
     OptimizerShare,

@@ -30,11 +30,11 @@ from flowtrain_lightning.checkpoint.index_file import decode_part, encode_part, 
 from flowtrain_lightning.checkpoint.optimizer_state import NamedState
 from flowtrain_lightning.checkpoint.stored_keys import WEIGHTS, with_keys
 from flowtrain_lightning.checkpoint.tensor_files import can_store, write_tensors
-from flowtrain_lightning.parallel.cross_group import CrossGroup
-from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import Halves, role_of
-from flowtrain_lightning.parallel.messages import encode_message
-from flowtrain_lightning.parallel.random_streams import global_seed, random_states
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
+from flowtrain_lightning.parallel.ranks.groups import Groups
+from flowtrain_lightning.parallel.ranks.messages import encode_message
+from flowtrain_lightning.parallel.ranks.random_streams import global_seed, random_states
 from flowtrain_lightning.parallel.regions import ElementRun, local_region
 
 OBJECTS = "objects.pt"

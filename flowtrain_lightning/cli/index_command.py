@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flowtrain_lightning.cli.command_table import COMMANDS, UsageError
 from flowtrain_lightning.cli.train_command import MISTAKES, BriefParser, configured
-from flowtrain_lightning.data import measurers
+from flowtrain_lightning.data.sources import measurers
 
 __all__ = ["MISTAKES", "run"]
 

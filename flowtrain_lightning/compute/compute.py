@@ -27,7 +27,7 @@ from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedT
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
-from flowtrain_lightning.parallel.random_streams import enter_stream
+from flowtrain_lightning.parallel.ranks.random_streams import enter_stream
 
 _COPY_STREAMS = 4
 _NOTHING = nullcontext()

@@ -29,7 +29,7 @@ from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.compute.context_piece import cut
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
-from flowtrain_lightning.parallel.random_streams import enter_stream, random_states, restore_random_states
+from flowtrain_lightning.parallel.ranks.random_streams import enter_stream, random_states, restore_random_states
 
 STEPS = 2
 """That are looked at: what a module keeps between calls shows in the second one."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.compute.random_layers import dropout_settings
-from flowtrain_lightning.data.feature_store import FeaturesNotKept
+from flowtrain_lightning.data.features.feature_store import FeaturesNotKept
 from flowtrain_lightning.data.fingerprint import file_fingerprint, fingerprint
 from flowtrain_lightning.parallel.halves import HalvedModule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowtrain_lightning.data import FlowDataModule
-from flowtrain_lightning.parallel.expert_counts import is_balanced
+from flowtrain_lightning.parallel.experts.expert_counts import is_balanced
 
 
 def refuse_padding_beside_balance(module: Any, data: Any) -> None:

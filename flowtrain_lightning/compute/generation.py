@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from flowtrain_lightning.data import IGNORED_LABEL, Features, PackedBatch
-from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
-from flowtrain_lightning.parallel.experts import exchange_of
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import is_partitioned
+from flowtrain_lightning.parallel.experts.experts import exchange_of
 from flowtrain_lightning.parallel.halves import HalvedModule
-from flowtrain_lightning.parallel.stage_forward import StageForward
-from flowtrain_lightning.parallel.stage_relay import StageRelay
+from flowtrain_lightning.parallel.stages.stage_forward import StageForward
+from flowtrain_lightning.parallel.stages.stage_relay import StageRelay
 
 
 class GeneratingModule(HalvedModule, Protocol):

@@ -14,9 +14,9 @@ from torch import Tensor
 from flowtrain_lightning.compute.encoder_fingerprint import WeightsState, weights_state
 from flowtrain_lightning.compute.kept_worth import KeptWorth
 from flowtrain_lightning.data import FeatureStore, PackedMedia
-from flowtrain_lightning.data.workers import fork_lock
+from flowtrain_lightning.data.loading.workers import fork_lock
 from flowtrain_lightning.parallel.halves import HalvedModule
-from flowtrain_lightning.parallel.random_streams import random_states
+from flowtrain_lightning.parallel.ranks.random_streams import random_states
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowtrain_lightning.data.kept_rows import KeptRows
+from flowtrain_lightning.data.features.kept_rows import KeptRows
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 

@@ -12,7 +12,7 @@ from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel.context_parallel import HeadExchange, shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.halves import HeldStage
-from flowtrain_lightning.parallel.stage_forward import StageForward
+from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 
 class StageStep:

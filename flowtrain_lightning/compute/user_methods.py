@@ -10,7 +10,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.parallel.halves import HalvedModule
-from flowtrain_lightning.parallel.stage_forward import StageForward
+from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 
 class UserMethods(HalvedModule, Protocol):

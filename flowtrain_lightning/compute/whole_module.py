@@ -20,10 +20,10 @@ from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.data import Features, PackedTargets, StepBatch
 from flowtrain_lightning.parallel import ReplicatedHalf, squared_norm
-from flowtrain_lightning.parallel.expert_counts import balance_experts, counting_choices
+from flowtrain_lightning.parallel.experts.expert_counts import balance_experts, counting_choices
 from flowtrain_lightning.parallel.halves import HalvedModule, half_parameters
-from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
-from flowtrain_lightning.parallel.sealed_messages import gather_over
+from flowtrain_lightning.parallel.ranks.random_streams import global_seed, own_streams
+from flowtrain_lightning.parallel.ranks.sealed_messages import gather_over
 
 
 class WholeModule(UserMethods, WeighedModule, Protocol):

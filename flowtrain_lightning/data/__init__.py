@@ -10,8 +10,6 @@ out, with `workers.py` and `worker_channels.py` where other processes load, `pro
 `feature_store.py` keeps what frozen encoders made of media.
 """
 
-from flowtrain_lightning.data.audio_header import AudioError
-from flowtrain_lightning.data.audio_processor import AudioProcessor
 from flowtrain_lightning.data.batch import (
     IGNORED_LABEL,
     Clip,
@@ -22,24 +20,28 @@ from flowtrain_lightning.data.batch import (
     StepBatch,
     Tiles,
 )
-from flowtrain_lightning.data.columns import Columns
-from flowtrain_lightning.data.conversation import ChatTemplate, Template, TokenSequence
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.dataloader import LOADING_THREAD, StepLoader
 from flowtrain_lightning.data.datamodule import FlowDataModule
-from flowtrain_lightning.data.dataset import StepDataset
-from flowtrain_lightning.data.feature_store import FeaturesNotKept, FeatureStore, KeepFeatures
-from flowtrain_lightning.data.formats import Record
-from flowtrain_lightning.data.given_tokens import GivenTokens
-from flowtrain_lightning.data.image_files import ImageError
-from flowtrain_lightning.data.image_processor import ImageProcessor
-from flowtrain_lightning.data.index import IndexConfig
-from flowtrain_lightning.data.loaded_media import LoadedMedia, OwnMedia
-from flowtrain_lightning.data.log_mel import LogMelProcessor
-from flowtrain_lightning.data.media_files import MediaError
-from flowtrain_lightning.data.record_turns import Turn
-from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.features.feature_store import FeaturesNotKept, FeatureStore, KeepFeatures
+from flowtrain_lightning.data.loading.dataloader import LOADING_THREAD, StepLoader
+from flowtrain_lightning.data.loading.dataset import StepDataset
+from flowtrain_lightning.data.media.audio_header import AudioError
+from flowtrain_lightning.data.media.audio_processor import AudioProcessor
+from flowtrain_lightning.data.media.image_files import ImageError
+from flowtrain_lightning.data.media.image_processor import ImageProcessor
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia, OwnMedia
+from flowtrain_lightning.data.media.log_mel import LogMelProcessor
+from flowtrain_lightning.data.media.media_files import MediaError
+from flowtrain_lightning.data.media.video_files import VideoError
+from flowtrain_lightning.data.media.video_processor import VideoProcessor
+from flowtrain_lightning.data.records.columns import Columns
+from flowtrain_lightning.data.records.conversation import ChatTemplate, Template, TokenSequence
+from flowtrain_lightning.data.records.formats import Record
+from flowtrain_lightning.data.records.given_tokens import GivenTokens
+from flowtrain_lightning.data.records.record_turns import Turn
+from flowtrain_lightning.data.records.tokenization import Tokenizer, open_tokenizer
 from flowtrain_lightning.data.sources.hugging_face import HubDataset
+from flowtrain_lightning.data.sources.index import IndexConfig
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
 from flowtrain_lightning.data.sources.json_file import JsonFile
 from flowtrain_lightning.data.sources.naming import Mixture
@@ -47,12 +49,10 @@ from flowtrain_lightning.data.sources.parquet_file import ParquetFile
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.data.sources.sample_source import JoinedSources, SampleSource
 from flowtrain_lightning.data.sources.tar_shard import TarShard
-from flowtrain_lightning.data.step_packing import PackingConfig
-from flowtrain_lightning.data.step_sizing import TokenSteps
+from flowtrain_lightning.data.steps.sampler import Sampling
+from flowtrain_lightning.data.steps.step_packing import PackingConfig
+from flowtrain_lightning.data.steps.step_sizing import TokenSteps
 from flowtrain_lightning.data.targets import PackedTargets
-from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
-from flowtrain_lightning.data.video_files import VideoError
-from flowtrain_lightning.data.video_processor import VideoProcessor
 from flowtrain_lightning.packing import Entry, SampleSizes, StepPlan
 
 __all__ = [

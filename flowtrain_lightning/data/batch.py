@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.data.kept_rows import KeptRows
+from flowtrain_lightning.data.features.kept_rows import KeptRows
 from flowtrain_lightning.packing import StepPlan
 from flowtrain_lightning.packing.role_graph import GENERATED
 from flowtrain_lightning.packing.step_members import TWO_ROLES, StepMembers

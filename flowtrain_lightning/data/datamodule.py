@@ -13,32 +13,43 @@ from weakref import WeakSet
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from flowtrain_lightning.data.audio_processor import AudioProcessor
-from flowtrain_lightning.data.columns import Columns
-from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
-from flowtrain_lightning.data.dataloader import StepLoader
-from flowtrain_lightning.data.dataset import NodeRecords, StepDataset
-from flowtrain_lightning.data.feature_keeping import keeping_of
-from flowtrain_lightning.data.feature_store import KeepFeatures
-from flowtrain_lightning.data.image_processor import ImageProcessor
-from flowtrain_lightning.data.index import IndexConfig
-from flowtrain_lightning.data.measurers import Measurer, this_process
-from flowtrain_lightning.data.node_sources import Source
-from flowtrain_lightning.data.ranks_of_trainer import own_shard, refuse_unlike_ranks, shards_of_node, warn_of_idle_ranks
-from flowtrain_lightning.data.ray_cluster import LocalRay, Producers, RayCluster, connect_ranks, refuse_without_ray
-from flowtrain_lightning.data.record_fields import ignored_names
-from flowtrain_lightning.data.sample_loader import Augment, SampleLoader
+from flowtrain_lightning.data.features.feature_keeping import keeping_of
+from flowtrain_lightning.data.features.feature_store import KeepFeatures
+from flowtrain_lightning.data.loading.dataloader import StepLoader
+from flowtrain_lightning.data.loading.dataset import NodeRecords, StepDataset
+from flowtrain_lightning.data.loading.ranks_of_trainer import (
+    own_shard,
+    refuse_unlike_ranks,
+    shards_of_node,
+    warn_of_idle_ranks,
+)
+from flowtrain_lightning.data.loading.sample_loader import Augment, SampleLoader
+from flowtrain_lightning.data.media.audio_processor import AudioProcessor
+from flowtrain_lightning.data.media.image_processor import ImageProcessor
+from flowtrain_lightning.data.media.video_processor import VideoProcessor
+from flowtrain_lightning.data.node.node_sources import Source
+from flowtrain_lightning.data.producers.ray_cluster import (
+    LocalRay,
+    Producers,
+    RayCluster,
+    connect_ranks,
+    refuse_without_ray,
+)
+from flowtrain_lightning.data.records.columns import Columns
+from flowtrain_lightning.data.records.conversation import ChatTemplate, Template
+from flowtrain_lightning.data.records.record_fields import ignored_names
+from flowtrain_lightning.data.sources.index import IndexConfig
 from flowtrain_lightning.data.sources.indexed_source import IndexedSource
+from flowtrain_lightning.data.sources.measurers import Measurer, this_process
 from flowtrain_lightning.data.sources.naming import Data, mixture_of
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
 from flowtrain_lightning.data.stage_data import StageData
-from flowtrain_lightning.data.step_packing import PackingConfig, StepPacking
-from flowtrain_lightning.data.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of
-from flowtrain_lightning.data.stream_steps import StreamSteps
-from flowtrain_lightning.data.video_processor import VideoProcessor
+from flowtrain_lightning.data.steps.step_packing import PackingConfig, StepPacking
+from flowtrain_lightning.data.steps.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of
+from flowtrain_lightning.data.steps.stream_steps import StreamSteps
 from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.setting_values import check_setting
@@ -73,7 +84,7 @@ class FlowDataModule(StageData):
         train: training data: a file, a pattern such as ``"shards/*.tar"``, an address that ``fsspec`` knows, a
             ``HubDataset``, a ``datasets.Dataset``, a ``SampleSource`` of your own, or a list of these. A ``Mixture``,
             or a mapping of files to weights, mixes them in that proportion, see
-            :class:`~flowtrain_lightning.data.sampler.Sampling`.
+            :class:`~flowtrain_lightning.data.steps.sampler.Sampling`.
         val: validation data.
         test: test data.
         predict: data whose last assistant turns are to be written anew: sequences end with that turn's header.

@@ -7,12 +7,12 @@ from typing import Any
 
 import lightning as L
 
-from flowtrain_lightning.data.audio_processor import AudioProcessor
-from flowtrain_lightning.data.conversation import ChatTemplate, Template
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.image_processor import ImageProcessor
-from flowtrain_lightning.data.tokenization import Tokenizer, open_tokenizer
-from flowtrain_lightning.data.video_processor import VideoProcessor
+from flowtrain_lightning.data.media.audio_processor import AudioProcessor
+from flowtrain_lightning.data.media.image_processor import ImageProcessor
+from flowtrain_lightning.data.media.video_processor import VideoProcessor
+from flowtrain_lightning.data.records.conversation import ChatTemplate, Template
+from flowtrain_lightning.data.records.tokenization import Tokenizer, open_tokenizer
 
 
 class ReadAs(L.LightningDataModule):

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import Record
-from flowtrain_lightning.data.index import IndexConfig
-from flowtrain_lightning.data.measurers import Measurer, this_process
-from flowtrain_lightning.data.measuring import Measure
-from flowtrain_lightning.data.node_sources import NodeSources, Source, node_sources
-from flowtrain_lightning.data.opening import Opening
-from flowtrain_lightning.data.ray_cluster import Producers
+from flowtrain_lightning.data.node.node_sources import NodeSources, Source, node_sources
+from flowtrain_lightning.data.node.step_records import SharedRecords
+from flowtrain_lightning.data.producers.ray_cluster import Producers
 from flowtrain_lightning.data.read_as import ReadAs
+from flowtrain_lightning.data.records.columns import Columns
+from flowtrain_lightning.data.records.formats import Record
+from flowtrain_lightning.data.sources.index import IndexConfig
+from flowtrain_lightning.data.sources.measurers import Measurer, this_process
+from flowtrain_lightning.data.sources.measuring import Measure
 from flowtrain_lightning.data.sources.naming import Mixture, open_stores
+from flowtrain_lightning.data.sources.opening import Opening
 from flowtrain_lightning.data.sources.sample_source import SampleSource
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
-from flowtrain_lightning.data.step_records import SharedRecords
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
-from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.loading.collate import pack_media
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia
 from flowtrain_lightning.models.built_twin import twin_of
 from flowtrain_lightning.models.family_traits import all_seen
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flowtrain_lightning.data import ImageProcessor, PackedMedia
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.image_files import ImageError, read_header
-from flowtrain_lightning.data.media_files import MediaFile
+from flowtrain_lightning.data.media.image_files import ImageError, read_header
+from flowtrain_lightning.data.media.media_files import MediaFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image

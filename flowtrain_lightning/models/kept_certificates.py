@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.index import user_cache
+from flowtrain_lightning.data.sources.index import user_cache
 from flowtrain_lightning.models.certificate import Certificate, certify
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.packing_check.kept_results import installed_version, package_code

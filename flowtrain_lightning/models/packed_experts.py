@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flowtrain_lightning.parallel.expert_adapters import own_stack
-from flowtrain_lightning.parallel.experts import compute_chosen, computing_dtype, grouped_product, mark_experts
+from flowtrain_lightning.parallel.experts.expert_adapters import own_stack
+from flowtrain_lightning.parallel.experts.experts import compute_chosen, computing_dtype, grouped_product, mark_experts
 
 _NAME = "flowtrain"
 """The function's name in ``transformers``, like ``"grouped_mm"``."""

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowtrain_lightning.data import DataError, Record, Tokenizer, TokenSequence, Turn, VideoProcessor, open_tokenizer
-from flowtrain_lightning.data.conversation import shifted_labels, turns_to_write
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.media_files import AudioFile, MediaFile, NamedMedia, VideoFile
-from flowtrain_lightning.data.record_turns import ASSISTANT
-from flowtrain_lightning.data.special_tokens import ForgedTokenError, IntArray, SpecialTokens, around
-from flowtrain_lightning.data.video_files import read_video_header
+from flowtrain_lightning.data.media.media_files import AudioFile, MediaFile, NamedMedia, VideoFile
+from flowtrain_lightning.data.media.video_files import read_video_header
+from flowtrain_lightning.data.records.conversation import shifted_labels, turns_to_write
+from flowtrain_lightning.data.records.record_turns import ASSISTANT
+from flowtrain_lightning.data.records.special_tokens import ForgedTokenError, IntArray, SpecialTokens, around
 from flowtrain_lightning.models.image_words import ImageWords
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -126,7 +126,7 @@ class ProcessorTemplate:
         prompt: bool = False,
         videos: VideoProcessor | None = None,
     ) -> TokenSequence:
-        """The tokens and labels of a record, see `flowtrain_lightning.data.conversation.Template`.
+        """The tokens and labels of a record, see `flowtrain_lightning.data.records.conversation.Template`.
 
         Raises:
             DataError: the template does not write all that the record holds.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowtrain_lightning.parallel.experts import number_of_experts
+from flowtrain_lightning.parallel.experts.experts import number_of_experts
 
 
 def adapters_as_dictionary(config: Mapping[str, Any] | Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.loading.collate import pack_media
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia
 from flowtrain_lightning.models.asked_images import AskedImages, asked_images
 from flowtrain_lightning.models.encoder_inputs import (
     Arguments,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
-from flowtrain_lightning.data.collate import pack_sequences
-from flowtrain_lightning.data.conversation import TokenSequence
+from flowtrain_lightning.data.loading.collate import pack_sequences
+from flowtrain_lightning.data.records.conversation import TokenSequence
 from flowtrain_lightning.models.encoder_inputs import Arguments, joined
 from flowtrain_lightning.models.published_config import audio_ends, audio_token_id, image_ends, image_token_id
 from flowtrain_lightning.models.twin import SPECIAL, VOCABULARY, WINDOW

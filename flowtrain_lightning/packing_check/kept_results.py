@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.index import cache_folders, user_cache
+from flowtrain_lightning.data.sources.index import cache_folders, user_cache
 from flowtrain_lightning.data.sources.naming import is_stream
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding

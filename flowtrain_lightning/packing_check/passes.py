@@ -14,7 +14,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
-from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loading.collate import pack_media
 from flowtrain_lightning.packing_check.machine import CPU
 from flowtrain_lightning.packing_check.output_rows import output_rows
 from flowtrain_lightning.packing_check.samples import CheckedSamples, Item

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from flowtrain_lightning.parallel.random_streams import random_states, restore_random_states
+from flowtrain_lightning.parallel.ranks.random_streams import random_states, restore_random_states
 
 
 @contextmanager

@@ -9,10 +9,10 @@ import numpy as np
 
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia
 from flowtrain_lightning.data.batch import GeneratedItem
-from flowtrain_lightning.data.collate import pack_media, pack_sequences
-from flowtrain_lightning.data.conversation import TokenSequence
-from flowtrain_lightning.data.loaded_media import LoadedMedia
-from flowtrain_lightning.data.sample_loader import SampleLoader
+from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.loading.sample_loader import SampleLoader
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia
+from flowtrain_lightning.data.records.conversation import TokenSequence
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, NameArray, SampleSizes
 from flowtrain_lightning.packing.role_graph import GENERATED

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.attention import kernel_for
-from flowtrain_lightning.parallel.experts import number_of_experts
-from flowtrain_lightning.parallel.kept_choices import CHOICES, Contexts, keeping_choices
+from flowtrain_lightning.parallel.experts.experts import number_of_experts
+from flowtrain_lightning.parallel.experts.kept_choices import CHOICES, Contexts, keeping_choices
 from flowtrain_lightning.parallel.sequence_parallel import for_recomputing
 
 Compile = Literal["none", "blocks"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flowtrain_lightning.allocator import RoleGraph
-from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights, build_without_weights
 

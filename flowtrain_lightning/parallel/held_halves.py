@@ -9,8 +9,8 @@ from torch import nn
 
 from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
-from flowtrain_lightning.parallel.stage_cut import StageCut, cut_half, drop_other_stages
-from flowtrain_lightning.parallel.stage_forward import StageForward
+from flowtrain_lightning.parallel.stages.stage_cut import StageCut, cut_half, drop_other_stages
+from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 

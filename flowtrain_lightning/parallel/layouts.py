@@ -17,11 +17,11 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.role_layout import Offload, Recompute
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
-from flowtrain_lightning.parallel.deepspeed_engine import Stage
-from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
-from flowtrain_lightning.parallel.deepspeed_shards import DeepSpeedShardedHalf
+from flowtrain_lightning.parallel.deepspeed.deepspeed_engine import Stage
+from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.deepspeed.deepspeed_shards import DeepSpeedShardedHalf
 from flowtrain_lightning.parallel.engine import HalfEngine
-from flowtrain_lightning.parallel.expert_parallel import (
+from flowtrain_lightning.parallel.experts.expert_parallel import (
     EXPERT,
     ExpertParallelHalf,
     divide_adapters,
@@ -30,11 +30,11 @@ from flowtrain_lightning.parallel.expert_parallel import (
     shard_experts,
 )
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
-from flowtrain_lightning.parallel.groups import Groups
 from flowtrain_lightning.parallel.halves import HalvedModule, absent_parameters, held_parameters
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
+from flowtrain_lightning.parallel.ranks.groups import Groups
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
-from flowtrain_lightning.parallel.staged_half import StagedHalf
+from flowtrain_lightning.parallel.stages.staged_half import StagedHalf
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
 from flowtrain_lightning.ports import shut_at_the_end

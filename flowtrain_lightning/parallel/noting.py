@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's way to see every operation, under no public name
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flowtrain_lightning.parallel.building_log import (
+from flowtrain_lightning.parallel.ranks.building_log import (
     BLANK,
     META,
     BuildingLog,

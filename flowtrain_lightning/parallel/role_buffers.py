@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flowtrain_lightning.parallel.expert_counts import balance_experts
+from flowtrain_lightning.parallel.experts.expert_counts import balance_experts
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 

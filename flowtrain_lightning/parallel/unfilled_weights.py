@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.parallel.building_log import BuildingLog, NotedTensor, NotNotableError
 from flowtrain_lightning.parallel.gradients import count_hooks
 from flowtrain_lightning.parallel.noting import noting
-from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
+from flowtrain_lightning.parallel.ranks.building_log import BuildingLog, NotedTensor, NotNotableError
+from flowtrain_lightning.parallel.ranks.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.regions import local_region, whole
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flowtrain_lightning.allocator import Workload
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.data import DataError, FlowDataModule
-from flowtrain_lightning.data.stream_steps import StreamSteps
+from flowtrain_lightning.data.steps.stream_steps import StreamSteps
 from flowtrain_lightning.packing import IntArray, SampleSizes
 from flowtrain_lightning.packing.media_groups import MediaGroups
 from flowtrain_lightning.packing.role_graph import RoleGraph

@@ -19,7 +19,7 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
-from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import global_seed, own_streams
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 from flowtrain_lightning.placement.probes import Probe
 from flowtrain_lightning.placement.profile import FlopModel, ProfileError

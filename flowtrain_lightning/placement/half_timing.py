@@ -24,7 +24,7 @@ from flowtrain_lightning.data import Features, FlowDataModule, PackedMedia, Pack
 from flowtrain_lightning.data.batch import IGNORED_LABEL
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
-from flowtrain_lightning.parallel.random_streams import global_seed, own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import global_seed, own_streams
 from flowtrain_lightning.placement.probes import Probe
 
 Result = TypeVar("Result")

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.index import cache_folders
+from flowtrain_lightning.data.sources.index import cache_folders
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.placement.module_profile import origin_of, profile_module
 from flowtrain_lightning.placement.profile import Profile, ProfileError, ProfileOrigin, read_profile, write_profile

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, RankShard, StepBatch
-from flowtrain_lightning.data.sampler import Sampling
+from flowtrain_lightning.data.steps.sampler import Sampling
 from flowtrain_lightning.packing import IntArray, SampleSizes
 from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.packing.step_members import TWO_ROLES

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from flowtrain_lightning.parallel import local_part
-from flowtrain_lightning.parallel.deepspeed_partition import held_run, is_partitioned
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_run, is_partitioned
 from flowtrain_lightning.parallel.halves import HalvedModule
 
 _STEPS = 10

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowtrain_lightning.parallel.cross_group import WAITS_FOR_ALL, WAITS_FOR_RANK
+from flowtrain_lightning.parallel.ranks.cross_group import WAITS_FOR_ALL, WAITS_FOR_RANK
 from flowtrain_lightning.pool import State, Status
 from flowtrain_lightning.runtime.job import Job
 

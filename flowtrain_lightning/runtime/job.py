@@ -16,10 +16,10 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import Allocation
-from flowtrain_lightning.parallel.connecting import connect_groups
-from flowtrain_lightning.parallel.cross_group import AgreedError
-from flowtrain_lightning.parallel.groups import default_groups, parts_of_groups
-from flowtrain_lightning.parallel.job_store import node_names
+from flowtrain_lightning.parallel.ranks.connecting import connect_groups
+from flowtrain_lightning.parallel.ranks.cross_group import AgreedError
+from flowtrain_lightning.parallel.ranks.groups import default_groups, parts_of_groups
+from flowtrain_lightning.parallel.ranks.job_store import node_names
 from flowtrain_lightning.pool import (
     Mesh,
     address_of,

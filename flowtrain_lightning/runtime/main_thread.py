@@ -19,11 +19,11 @@ _WAITS = (
 _CALLED_BY_THEM = (
     "torch._ops",
     "torch._library.",
-    "flowtrain_lightning.parallel.keyed_store",
+    "flowtrain_lightning.parallel.ranks.keyed_store",
 )
 """What they call to do so; others may call it, too."""
 
-_LOADERS = ("flowtrain_lightning.data.dataloader", "torch.utils.data.dataloader")
+_LOADERS = ("flowtrain_lightning.data.loading.dataloader", "torch.utils.data.dataloader")
 _DEBUGGERS = ("bdb", "IPython.core.debugger", "_pydevd_bundle", "debugpy")
 
 

@@ -14,7 +14,7 @@ from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.pool import (
     DeviceTier,
     NetworkChoice,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flowtrain_lightning.data import RankShard, StepPlan
-from flowtrain_lightning.data.collate import PADDING_LENGTH
+from flowtrain_lightning.data.loading.collate import PADDING_LENGTH
 from flowtrain_lightning.packing.policies.virtual_stages import virtual_stage_orders
 from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, slice_name, stage_name
 from flowtrain_lightning.packing.step_graph import Pass

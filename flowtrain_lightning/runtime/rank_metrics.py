@@ -12,12 +12,12 @@ from itertools import zip_longest
 import torch
 
 from flowtrain_lightning.data import RankShard
-from flowtrain_lightning.data.loading_pace import LoadingPace
+from flowtrain_lightning.data.producers.loading_pace import LoadingPace
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
-from flowtrain_lightning.parallel.expert_counts import ExpertCounts
-from flowtrain_lightning.parallel.expert_parallel import experts_of
-from flowtrain_lightning.parallel.experts import ExpertExchange, counts_of, exchange_of
+from flowtrain_lightning.parallel.experts.expert_counts import ExpertCounts
+from flowtrain_lightning.parallel.experts.expert_parallel import experts_of
+from flowtrain_lightning.parallel.experts.experts import ExpertExchange, counts_of, exchange_of
 from flowtrain_lightning.parallel.halves import HalvedModule
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.job import Job

@@ -12,8 +12,8 @@ from flowtrain_lightning.compute.compute import Compute, as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
 from flowtrain_lightning.packing.stage_entries import HIDDEN
-from flowtrain_lightning.parallel.expert_counts import counting_choices
-from flowtrain_lightning.parallel.random_streams import global_seed
+from flowtrain_lightning.parallel.experts.expert_counts import counting_choices
+from flowtrain_lightning.parallel.ranks.random_streams import global_seed
 from flowtrain_lightning.runtime.gathering import Gathering
 from flowtrain_lightning.runtime.program import PADDING, RankBatch
 from flowtrain_lightning.runtime.step import RankContext, Step

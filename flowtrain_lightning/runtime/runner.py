@@ -19,7 +19,7 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.parallel.halves import half_parameters
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
 from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures

@@ -10,11 +10,11 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.candidates import why_heads_cannot_be_shared
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data.batch import IGNORED_LABEL, PackedBatch
-from flowtrain_lightning.data.collate import pack_sequences
-from flowtrain_lightning.data.conversation import TokenSequence
+from flowtrain_lightning.data.loading.collate import pack_sequences
+from flowtrain_lightning.data.records.conversation import TokenSequence
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel.context_parallel import noting_heads
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 
 _TOKENS = 8

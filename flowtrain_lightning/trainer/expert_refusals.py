@@ -9,8 +9,8 @@ from torch.nn.utils import parametrize
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel.expert_adapters import adapted_stacks
-from flowtrain_lightning.parallel.experts import number_of_experts
+from flowtrain_lightning.parallel.experts.expert_adapters import adapted_stacks
+from flowtrain_lightning.parallel.experts.experts import number_of_experts
 
 
 def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule) -> None:

@@ -16,7 +16,7 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
-from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
 from flowtrain_lightning.parallel.replicate import broadcast_copies

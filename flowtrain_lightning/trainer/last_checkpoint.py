@@ -24,9 +24,9 @@ from flowtrain_lightning.checkpoint.summary import CheckpointSummary, checkpoint
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing_check import detached_copy
-from flowtrain_lightning.parallel.cross_group import AgreedError, CrossGroup
-from flowtrain_lightning.parallel.deepspeed_partition import held_state
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_state
 from flowtrain_lightning.parallel.halves import build_halves, role_of
+from flowtrain_lightning.parallel.ranks.cross_group import AgreedError, CrossGroup
 
 LAST = "last"
 

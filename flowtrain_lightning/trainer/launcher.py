@@ -22,7 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
-from flowtrain_lightning.parallel.job_secret import offer_secret
+from flowtrain_lightning.parallel.ranks.job_secret import offer_secret
 from flowtrain_lightning.runtime.health import LAUNCHER, HealthMonitor
 from flowtrain_lightning.runtime.process_end import tied_to_this_process
 from flowtrain_lightning.runtime.watched_process import WatchedProcess

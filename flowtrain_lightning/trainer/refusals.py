@@ -24,9 +24,9 @@ from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
 from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel.cross_group import CrossGroup
-from flowtrain_lightning.parallel.deepspeed_partition import is_partitioned
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import is_partitioned
 from flowtrain_lightning.parallel.halves import half_trains, role_of
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
 from flowtrain_lightning.trainer.callback_refusals import refuse_callbacks
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")

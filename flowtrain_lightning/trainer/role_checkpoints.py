@@ -17,7 +17,7 @@ from flowtrain_lightning.checkpoint.background import BackgroundSave
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
 from flowtrain_lightning.checkpoint.summary import saved_time, time_of_save
 from flowtrain_lightning.module import FlowModule
-from flowtrain_lightning.parallel.deepspeed_partition import held_state
+from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_state
 from flowtrain_lightning.parallel.regions import ElementRun
 from flowtrain_lightning.runtime.runner import RoleRunner
 from flowtrain_lightning.trainer.launcher import RankLauncher

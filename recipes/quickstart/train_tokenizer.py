@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from flowtrain_lightning.data.conversation import ChatTemplate
+from flowtrain_lightning.data.records.conversation import ChatTemplate
 
 RECIPE = Path(__file__).parent
 VOCABULARY = 1024  # 256 bytes, the template's marks, and a token for each keyword and the commonest title words

@@ -9,7 +9,7 @@ import torch
 from benchmarks.modules import Work, packed_module
 from benchmarks.padded import PaddedDataset, PaddedVLM, RankSampler, pad
 from flowtrain_lightning.data import ImageProcessor
-from flowtrain_lightning.data.sample_loader import SampleLoader
+from flowtrain_lightning.data.loading.sample_loader import SampleLoader
 from tests.tiny import write_records
 
 

@@ -18,9 +18,9 @@ from lightning.pytorch.loggers import CSVLogger
 from flowtrain_lightning import FlowCheckpointIO
 from flowtrain_lightning.callbacks import AdaptCosts
 from flowtrain_lightning.data import PackedBatch, PackingConfig, StepBatch
-from flowtrain_lightning.data.step_packing import CostChange
+from flowtrain_lightning.data.steps.step_packing import CostChange
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs
 from tests.tiny import TinyVLM, tiny_data, write_records

@@ -15,7 +15,7 @@ from torchmetrics.text import CharErrorRate
 
 from flowtrain_lightning.callbacks import EvaluateAnswers
 from flowtrain_lightning.metrics import AnswerSimilarity
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, read_down, run_jobs, write_down
 from tests.lightning.wandb_file import read_history

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from flowtrain_lightning.callbacks import FlowMonitor
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.exactness.modules import KINDS as KINDS_OF_MODULES
 from tests.forks import Job, run_jobs

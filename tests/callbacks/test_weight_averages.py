@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from flowtrain_lightning import export_checkpoint
 from flowtrain_lightning.callbacks import AverageWeights
 from flowtrain_lightning.checkpoint import read_checkpoint
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.checkpoint.test_resume import same
 from tests.exactness.compare import error
 from tests.exactness.data import STEPS, steps_data, write_steps

@@ -13,9 +13,9 @@ import torch
 from flowtrain_lightning import export_checkpoint
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import save_checkpoint
-from flowtrain_lightning.parallel.cross_group import CrossGroup
-from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.parallel.job_secret import JobKey
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
+from flowtrain_lightning.parallel.ranks.groups import Groups
+from flowtrain_lightning.parallel.ranks.job_secret import JobKey
 from tests.checkpoint.saving import HALVES
 from tests.checkpoint.training import LAYOUTS, SAVED_AT, write_data
 from tests.forks import Done, Job, run_jobs

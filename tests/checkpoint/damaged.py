@@ -22,7 +22,7 @@ from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import DamagedCheckpointError, load_checkpoint
 from flowtrain_lightning.checkpoint.index_file import read_checked, read_index
 from flowtrain_lightning.checkpoint.tensor_files import read_tensors
-from flowtrain_lightning.parallel.groups import Groups
+from flowtrain_lightning.parallel.ranks.groups import Groups
 from flowtrain_lightning.parallel.regions import Region
 from tests import trials
 from tests.checkpoint.conftest import groups_alone

@@ -19,7 +19,7 @@ from torch import nn
 from flowtrain_lightning.allocator import default_allocation
 from flowtrain_lightning.checkpoint import files, index_file, read_checkpoint, save_checkpoint, saving, tensor_files
 from flowtrain_lightning.checkpoint.background import BackgroundSave
-from flowtrain_lightning.parallel.connecting import connect_groups
+from flowtrain_lightning.parallel.ranks.connecting import connect_groups
 from tests.forks import write_down
 
 HALVES = {"encoder": ("encoder",), "backbone": ("backbone", "head")}

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flowtrain_lightning.checkpoint import read_checkpoint
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.checkpoint.test_checkpoint import value_in
 from tests.exactness.data import steps_data, write_steps
 from tests.exactness.layouts import trainer_for

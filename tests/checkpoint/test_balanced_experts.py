@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.checkpoint import FlowCheckpointIO, read_checkpoint
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.compare import error, read_run
 from tests.exactness.data import STEPS, steps_data, write_steps
 from tests.exactness.layouts import ranks_of, trainer_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.compare import error
 from tests.exactness.layouts import trainer_for
 from tests.exactness.test_layouts import without_key_biases

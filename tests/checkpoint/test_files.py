@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flowtrain_lightning.checkpoint import read_checkpoint
 from flowtrain_lightning.checkpoint.files import remove, take_name, temporary_name, written_together
-from flowtrain_lightning.parallel.cross_group import CrossGroup
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
 from tests.checkpoint.conftest import seen_by
 from tests.checkpoint.training import STEPS
 from tests.forks import Job, read_down, run_jobs

@@ -28,8 +28,8 @@ from flowtrain_lightning.checkpoint import (
     save_checkpoint,
 )
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer, load_optimizers
-from flowtrain_lightning.parallel.connecting import connect_groups
-from flowtrain_lightning.parallel.groups import Groups
+from flowtrain_lightning.parallel.ranks.connecting import connect_groups
+from flowtrain_lightning.parallel.ranks.groups import Groups
 from tests.checkpoint.test_resume import same
 from tests.forks import Job, read_down, run_jobs, write_down
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning as L
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.drawing import Drawing, drawings, write_drawings
 from tests.exactness.hearing import memory_data, module_of
 from tests.exactness.modules import Deep, Divided

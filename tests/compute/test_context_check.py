@@ -10,8 +10,8 @@ import torch
 
 from flowtrain_lightning.compute.context_piece import cut
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
-from flowtrain_lightning.data.collate import pack_sequences
-from flowtrain_lightning.data.conversation import TokenSequence
+from flowtrain_lightning.data.loading.collate import pack_sequences
+from flowtrain_lightning.data.records.conversation import TokenSequence
 from tests.parallel.unlike_ranks import ranks_say
 
 pytestmark = pytest.mark.checks_packing

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, read_down, run_jobs, write_down
 from tests.tiny import TinyVLM, tiny_data, write_records

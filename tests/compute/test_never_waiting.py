@@ -30,7 +30,7 @@ from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import ReplicatedHalf, clip_to_norm
 from flowtrain_lightning.parallel.blocks import compile_blocks
 from flowtrain_lightning.parallel.halves import half_parameters
-from flowtrain_lightning.parallel.random_streams import own_streams
+from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.runtime.runner import RoleRunner
 from recipes.quickstart.module import QuickstartVLM
 from tests.tiny import IMAGES, tiny_data, write_records

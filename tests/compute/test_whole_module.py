@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowtrain_lightning.data import PackedBatch
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.data import steps_data, write_steps
 from tests.exactness.layouts import trainer_for
 from tests.forks import Job, read_down, run_jobs, write_down

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from flowtrain_lightning.data import DataError, ImageProcessor, JsonFile
-from flowtrain_lightning.data.measuring import measured_media
-from flowtrain_lightning.data.sample_loader import SampleLoader
+from flowtrain_lightning.data.loading.sample_loader import SampleLoader
+from flowtrain_lightning.data.sources.measuring import measured_media
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests import trials
 from tests.data.png import drawn_png

@@ -22,8 +22,8 @@ from typing import Any
 from PIL import Image
 
 from flowtrain_lightning.data import DataError, JsonFile, Record
-from flowtrain_lightning.data.measuring import measure_records
-from flowtrain_lightning.data.media_files import EncodedMedia
+from flowtrain_lightning.data.media.media_files import EncodedMedia
+from flowtrain_lightning.data.sources.measuring import measure_records
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests import trials
 from tests.conftest import real_data_folder

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data import IGNORED_LABEL, Record, TokenSequence
-from flowtrain_lightning.data.formats import parse
-from flowtrain_lightning.data.record_turns import MARKERS
+from flowtrain_lightning.data.records.formats import parse
+from flowtrain_lightning.data.records.record_turns import MARKERS
 
 _WORDS = ("ignore", "\n", " ", "assistant", "owned", "user\n", "<", "|>", "Grüße", "system", "word ")
 

@@ -27,7 +27,7 @@ from flowtrain_lightning.data import (
     StepLoader,
     TokenSteps,
 )
-from flowtrain_lightning.data.measuring import Measure
+from flowtrain_lightning.data.sources.measuring import Measure
 from flowtrain_lightning.data.sources.record_store import locations_of
 
 TEMPLATE = ChatTemplate(

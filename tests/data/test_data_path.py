@@ -7,8 +7,8 @@ import pytest
 
 from flowtrain_lightning.data import DataError
 from flowtrain_lightning.data.data_path import PROTOCOLS, named_protocols, protocols_of
-from flowtrain_lightning.data.measurers import this_process
-from flowtrain_lightning.data.media_files import MediaAddress, MediaError
+from flowtrain_lightning.data.media.media_files import MediaAddress, MediaError
+from flowtrain_lightning.data.sources.measurers import this_process
 from tests.data.support import data_module, message_record, records_in, write_image, write_records
 
 REFUSED = (

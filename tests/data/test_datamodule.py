@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.data import ChatTemplate, DataError, ImageProcessor
-from flowtrain_lightning.data.measurers import this_process
+from flowtrain_lightning.data.sources.measurers import this_process
 from tests.data.support import (
     TOKEN_STEPS,
     Recorder,

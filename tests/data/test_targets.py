@@ -12,7 +12,7 @@ from PIL import Image
 
 from flowtrain_lightning.data import DataError, FlowDataModule, LoadedMedia, PackedMedia, PackedTargets
 from flowtrain_lightning.data.batch import GeneratedItem
-from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loading.collate import pack_media
 from tests.data.support import records_in
 from tests.exactness.drawing import ROWS, Drawing, drawings, write_drawings
 from tests.tiny import IMAGES, tiny_data

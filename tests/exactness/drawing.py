@@ -22,7 +22,7 @@ from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.callbacks import FlowMonitor
 from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedTargets
 from flowtrain_lightning.parallel import TensorPlan
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.hearing import SAVED_AT, Saver
 from tests.exactness.layouts import SEED, ranks_of
 from tests.exactness.modules import DeepEncoder, DividedBlock, DividedEncoder, divided_blocks

@@ -26,7 +26,7 @@ from flowtrain_lightning.data import (
     SampleSizes,
 )
 from flowtrain_lightning.parallel import TensorPlan
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import SEED, ranks_of
 from tests.exactness.modules import DividedBackbone, DividedBlock, DividedEncoder, divided_blocks
 from tests.exactness.train import Recorder

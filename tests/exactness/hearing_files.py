@@ -17,8 +17,8 @@ from scipy.signal import resample_poly
 
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.data import AudioProcessor, ChatTemplate, FlowDataModule
-from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.data.loading.collate import pack_media
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.hearing import BINS, FRAMES_PER_ROW, Given, Sample, SeeingAndHearing, allocation_of
 from tests.exactness.layouts import SEED, ranks_of
 from tests.exactness.plain_hearing import loss_of

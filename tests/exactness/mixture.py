@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.parallel.experts import grouped_product
+from flowtrain_lightning.parallel.experts.experts import grouped_product
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
 EXPERTS, CHOSEN, RANK = 4, 2, 2

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedTargets, StepDataset
 from flowtrain_lightning.data.batch import GeneratedItem
-from flowtrain_lightning.data.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
 from tests.exactness.drawing import ROWS, STEPS, Drawing, drawings
 from tests.exactness.layouts import SEED
 from tests.exactness.train import Recorder, gradients_of, weights_of

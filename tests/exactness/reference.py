@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepDataset
-from flowtrain_lightning.data.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.mixture import PlainBalance

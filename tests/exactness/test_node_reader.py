@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain_lightning.data import node_sources
+from flowtrain_lightning.data.node import node_sources
 from tests.data.sources.test_resuming import Lines
 from tests.data.sources.test_stores import as_tar, embedded
 from tests.data.support import records_in

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.data import PackingConfig, StepBatch, TokenSteps
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import KINDS

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.train import Recorder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers
 from tests.checkpoint.conftest import seen_by
 from tests.checkpoint.test_resume import same

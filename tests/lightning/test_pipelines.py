@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowtrain_lightning.callbacks import AverageWeights, EvaluateAnswers
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.exactness.modules import Deep
 from tests.forks import Job, read_down, run_jobs, write_down

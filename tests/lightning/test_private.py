@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.trainer.states import TrainerFn
 
 import flowtrain_lightning
-from flowtrain_lightning.data.dataloader import StepLoader
+from flowtrain_lightning.data.loading.dataloader import StepLoader
 from flowtrain_lightning.runtime.health import HealthMonitor
 from flowtrain_lightning.trainer.launcher import RankLauncher
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from flowtrain_lightning.data import PackedBatch
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.exactness.modules import Divided
 from tests.exactness.train import weights_of

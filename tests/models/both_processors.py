@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from flowtrain_lightning.data import Record, TokenSequence
-from flowtrain_lightning.data.formats import parse
-from flowtrain_lightning.data.record_turns import MARKERS
+from flowtrain_lightning.data.records.formats import parse
+from flowtrain_lightning.data.records.record_turns import MARKERS
 from flowtrain_lightning.models.processor import Processor
 
 SIZES = ((60, 60), (90, 130), (200, 70))

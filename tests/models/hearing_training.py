@@ -19,7 +19,7 @@ from flowtrain_lightning.models import AnyVLM, read_config
 from flowtrain_lightning.models.asked_audio import AskedAudio, asked_audio
 from flowtrain_lightning.models.published_config import usual_config
 from flowtrain_lightning.models.twin import twin_config
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.hearing import allocation_of
 from tests.exactness.layouts import SEED, ranks_of
 from tests.exactness.train import Recorder

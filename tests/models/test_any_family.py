@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loading.collate import pack_media
 from flowtrain_lightning.models import AnyVLM, SmolVLM, module_class, pretrained, processor_of
 from tests.models.both_processors import CONVERSATIONS, SIZES, Both, write_images
 from tests.models.test_pretrained import CONFIGS, data_of, records, trainer  # noqa: F401

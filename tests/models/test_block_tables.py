@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, TokenSequence
-from flowtrain_lightning.data.collate import pack_sequences
+from flowtrain_lightning.data.loading.collate import pack_sequences
 from flowtrain_lightning.models.block_attention import TILE, SightMask, block_mask, bounds_of_sight
 from flowtrain_lightning.models.gemma import image_blocks
 from flowtrain_lightning.models.paligemma import prefix_blocks

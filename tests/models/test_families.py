@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
-from flowtrain_lightning.data.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
 from tests.exactness.compare import error
 from tests.models.tiny import FAMILIES, Family, projector_of, tower_of
 from tests.saved_tensors import SavedTensors

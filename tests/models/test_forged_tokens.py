@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from flowtrain_lightning.data import Record, TokenSequence
-from flowtrain_lightning.data.formats import parse
+from flowtrain_lightning.data.records.formats import parse
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.data.image_files import ImageError
+from flowtrain_lightning.data.loading.collate import pack_media
+from flowtrain_lightning.data.media.image_files import ImageError
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import flowtrain_lightning as flow
-from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.loading.collate import pack_media
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia
 from flowtrain_lightning.models import own_forward
 from flowtrain_lightning.parallel.halves import fill_half
 from flowtrain_lightning.placement.meta_device import copy_on_meta

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowtrain_lightning.data.collate import pack_media
-from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.loading.collate import pack_media
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia
 from flowtrain_lightning.models import images_of
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import LoadedMedia
-from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loading.collate import pack_media
 from flowtrain_lightning.models import pack_attention
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowtrain_lightning.models.packed_experts import pack_experts
 from flowtrain_lightning.parallel.blocks import recompute_in_backward
-from flowtrain_lightning.parallel.experts import number_of_experts
+from flowtrain_lightning.parallel.experts.experts import number_of_experts
 from tests.exactness.compare import error
 from tests.models.tiny import FAMILIES
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from flowtrain_lightning.data import IGNORED_LABEL, DataError, TokenSequence
-from flowtrain_lightning.data.collate import pack_sequences
-from flowtrain_lightning.data.formats import parse
+from flowtrain_lightning.data.loading.collate import pack_sequences
+from flowtrain_lightning.data.records.formats import parse
 from flowtrain_lightning.models.paligemma import prefix_blocks
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.data import IGNORED_LABEL, DataError
-from flowtrain_lightning.data.record_turns import MARKERS
+from flowtrain_lightning.data.records.record_turns import MARKERS
 
 transformers = pytest.importorskip("transformers")
 

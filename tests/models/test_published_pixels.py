@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from flowtrain_lightning.data.collate import pack_media
+from flowtrain_lightning.data.loading.collate import pack_media
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from flowtrain_lightning.data import open_tokenizer
-from flowtrain_lightning.data.formats import parse
-from flowtrain_lightning.data.sample_tokens import token_sequence
+from flowtrain_lightning.data.records.formats import parse
+from flowtrain_lightning.data.records.sample_tokens import token_sequence
 
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")

@@ -16,8 +16,8 @@ pytest.importorskip("av")
 
 from transformers.video_utils import VideoMetadata  # noqa: E402
 
-from flowtrain_lightning.data.collate import pack_media  # noqa: E402
-from flowtrain_lightning.data.media_files import VideoFile  # noqa: E402
+from flowtrain_lightning.data.loading.collate import pack_media  # noqa: E402
+from flowtrain_lightning.data.media.media_files import VideoFile  # noqa: E402
 from flowtrain_lightning.models import videos_of  # noqa: E402
 from tests.models.clips import VIDEO_FAMILIES, video_family  # noqa: E402
 from tests.models.processors import PUBLISHED  # noqa: E402

@@ -14,8 +14,8 @@ pytest.importorskip("av")
 from transformers.video_utils import VideoMetadata  # noqa: E402
 
 from flowtrain_lightning.data import DataError, VideoProcessor  # noqa: E402
-from flowtrain_lightning.data.formats import parse  # noqa: E402
-from flowtrain_lightning.data.video_files import VideoHeader, read_video_header  # noqa: E402
+from flowtrain_lightning.data.media.video_files import VideoHeader, read_video_header  # noqa: E402
+from flowtrain_lightning.data.records.formats import parse  # noqa: E402
 from flowtrain_lightning.models import Qwen3Videos, template_of, videos_of  # noqa: E402
 from tests.models.clips import VIDEO_FAMILIES, tokenizer_of, video_data, videos_for, write_video_records  # noqa: E402
 from tests.models.processors import PUBLISHED  # noqa: E402

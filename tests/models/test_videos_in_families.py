@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("av")
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
-from flowtrain_lightning.data.collate import pack_media, pack_sequences
-from flowtrain_lightning.data.loaded_media import LoadedMedia
+from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
+from flowtrain_lightning.data.media.loaded_media import LoadedMedia
 from tests.exactness.compare import error
 from tests.models.clips import VIDEO_FAMILIES, video_data, video_family, write_video_records
 

@@ -16,7 +16,7 @@ from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.models import AnyVLM
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.blocks import Compile
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder

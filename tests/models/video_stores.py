@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 
 from flowtrain_lightning.data import FlowDataModule, IndexConfig
-from flowtrain_lightning.data.measuring import Unreadable
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.data.sources.measuring import Unreadable
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.data.shards import write_tar
 from tests.exactness.data import STEPS
 from tests.exactness.layouts import trainer_for

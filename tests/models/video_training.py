@@ -7,7 +7,7 @@ from typing import Any
 
 from flowtrain_lightning.data import KeepFeatures, PackingConfig
 from flowtrain_lightning.packing import CostModel
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.data import STEPS
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.parallel.connecting import connect_groups, disconnect_groups
-from flowtrain_lightning.parallel.cross_group import CrossGroup
-from flowtrain_lightning.parallel.groups import Groups
+from flowtrain_lightning.parallel.ranks.connecting import connect_groups, disconnect_groups
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
+from flowtrain_lightning.parallel.ranks.groups import Groups
 from flowtrain_lightning.runtime.executor import Executor
 from flowtrain_lightning.trainer import half_engines
 from tests.exactness.data import steps_data

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain_lightning.data import PackedMedia
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.data import steps_data
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down

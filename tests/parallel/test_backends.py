@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowtrain_lightning.allocator import default_allocation
-from flowtrain_lightning.parallel.groups import collective_backend
+from flowtrain_lightning.parallel.ranks.groups import collective_backend
 
 
 @pytest.mark.parametrize(

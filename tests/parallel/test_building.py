@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flowtrain_lightning.parallel.connecting import disconnect_groups
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights
 from tests.exactness.data import steps_data, write_steps
 from tests.exactness.layouts import ranks_of, trainer_for

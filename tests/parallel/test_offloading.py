@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from flowtrain_lightning.parallel.deepspeed_half import DeepSpeedHalf
-from flowtrain_lightning.parallel.deepspeed_shards import DeepSpeedShardedHalf
+from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.deepspeed.deepspeed_shards import DeepSpeedShardedHalf
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost, SteppedOnHost
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
 from tests.forks import Job, read_down, run_jobs, write_down

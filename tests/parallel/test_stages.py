@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.compute.stage_step import where_stages_look
-from flowtrain_lightning.parallel.stage_cut import cut_half, drop_other_stages
-from flowtrain_lightning.parallel.stage_forward import StageForward
+from flowtrain_lightning.parallel.stages.stage_cut import cut_half, drop_other_stages
+from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 WIDTH, VOCABULARY = 6, 11
 

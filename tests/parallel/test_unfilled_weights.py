@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowtrain_lightning.parallel.building_log import BuildingLog
 from flowtrain_lightning.parallel.noting import noting
-from flowtrain_lightning.parallel.random_streams import enter_stream, own_streams
+from flowtrain_lightning.parallel.ranks.building_log import BuildingLog
+from flowtrain_lightning.parallel.ranks.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights, build_without_weights
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, default_allocation
-from flowtrain_lightning.data.step_packing import StepPacking
+from flowtrain_lightning.data.steps.step_packing import StepPacking
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.placement.layout_costs import ProfiledLayoutCosts
 from flowtrain_lightning.placement.measured import Processors, predict_steps

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data.media_files import AudioFile
+from flowtrain_lightning.data.media.media_files import AudioFile
 from recipes.omni.module import AUDIO
 from recipes.omni.run import CHANCE, train
 from recipes.omni.scenes import COLOURS, PITCHES, tokenizer, with_other_tones, write_scenes

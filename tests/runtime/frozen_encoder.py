@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from flowtrain_lightning import PoolSettings
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.runtime.timeline import Span
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down

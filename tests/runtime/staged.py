@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import RankShard, StepBatch, StepPlan
-from flowtrain_lightning.data.collate import PADDING_LENGTH
+from flowtrain_lightning.data.loading.collate import PADDING_LENGTH
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
 from flowtrain_lightning.packing.step_members import StepMembers

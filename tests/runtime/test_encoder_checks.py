@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.runtime.encoder_checks import UnusedFeatures
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.forks import Job, run_jobs

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flowtrain_lightning.allocator import Allocation, Layout
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.pool import Key, Pool
 from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.job import Job

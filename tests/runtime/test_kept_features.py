@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_feature_store import files
+from tests.data.features.test_feature_store import files
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
 from tests.runtime.keeping import Notes, fit

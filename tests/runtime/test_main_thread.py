@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from flowtrain_lightning.parallel.job_secret import JobKey
-from flowtrain_lightning.parallel.keyed_store import KeyedStore
+from flowtrain_lightning.parallel.ranks.job_secret import JobKey
+from flowtrain_lightning.parallel.ranks.keyed_store import KeyedStore
 from flowtrain_lightning.runtime.main_thread import main_stack, main_waits_for_ranks
 from tests.processes import run_ranks
 

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from flowtrain_lightning.parallel.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.runtime.open_files import allow_open_files
 from tests.processes import assert_all_good, run_ranks
 from tests.runtime.test_strangers import join, rendezvous

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain_lightning.parallel.job_store import root_store
+from flowtrain_lightning.parallel.ranks.job_store import root_store
 from flowtrain_lightning.runtime import start_beats
 from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.start_beats import StartBeats

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from flowtrain_lightning.allocator import Layout, default_allocation
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator, StepReport
 from flowtrain_lightning.data import RankShard, StepBatch
-from flowtrain_lightning.parallel.cross_group import CrossGroup
 from flowtrain_lightning.parallel.engine import StepRecord
-from flowtrain_lightning.parallel.groups import Groups
-from flowtrain_lightning.parallel.job_secret import JobKey
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
+from flowtrain_lightning.parallel.ranks.groups import Groups
+from flowtrain_lightning.parallel.ranks.job_secret import JobKey
 from flowtrain_lightning.pool import Key, Mesh, Pool
 from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.step import RankContext, Step

@@ -15,8 +15,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from flowtrain_lightning.allocator import Allocation, Layout
-from flowtrain_lightning.parallel.connecting import disconnect_groups
-from flowtrain_lightning.parallel.job_secret import secret_file
+from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
+from flowtrain_lightning.parallel.ranks.job_secret import secret_file
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind, encode_record
 from flowtrain_lightning.runtime.health import process_health
 from flowtrain_lightning.runtime.job import Job

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.checkpoint.index_file import INDEX
-from flowtrain_lightning.parallel.connecting import connect_groups
+from flowtrain_lightning.parallel.ranks.connecting import connect_groups
 from flowtrain_lightning.trainer.last_checkpoint import LastCheckpointError, refuse_unlike_ranks
 from tests.forks import Job, read_down, run_jobs, write_down
 from tests.tiny import TinyVLM, tiny_data, write_records

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
-from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.fingerprint import file_fingerprint
+from flowtrain_lightning.data.records.columns import Columns
 
 
 class DataFile:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import Record, parse
+from flowtrain_lightning.data.records.columns import Columns
+from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import Record
-from flowtrain_lightning.data.index import IndexConfig, IndexTable, TooLong, index_table
-from flowtrain_lightning.data.measurers import Measurer, this_process
-from flowtrain_lightning.data.measuring import Measure
-from flowtrain_lightning.data.media_status import status_of
+from flowtrain_lightning.data.media.media_status import status_of
+from flowtrain_lightning.data.records.formats import Record
+from flowtrain_lightning.data.sources.index import IndexConfig, IndexTable, TooLong, index_table
+from flowtrain_lightning.data.sources.measurers import Measurer, this_process
+from flowtrain_lightning.data.sources.measuring import Measure
 from flowtrain_lightning.data.sources.record_store import RecordStore
 from flowtrain_lightning.packing import IntArray, SampleSizes
 

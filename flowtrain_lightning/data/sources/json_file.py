@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.formats import Record, parse
+from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray

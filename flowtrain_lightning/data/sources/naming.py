@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import data_path
+from flowtrain_lightning.data.records.columns import Columns
 from flowtrain_lightning.data.sources.hugging_face import HubDataset, HuggingFaceRows, is_saved
 from flowtrain_lightning.data.sources.json_file import JsonFile
 from flowtrain_lightning.data.sources.parquet_file import ParquetFile

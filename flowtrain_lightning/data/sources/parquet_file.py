@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from flowtrain_lightning.data.columns import Columns
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.formats import Record, parse
+from flowtrain_lightning.data.records.columns import Columns
+from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flowtrain_lightning.data.formats import Record
+from flowtrain_lightning.data.records.formats import Record
 from flowtrain_lightning.packing import IntArray
 
 Location = tuple[int, int]

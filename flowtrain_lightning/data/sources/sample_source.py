@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import Record
-from flowtrain_lightning.data.measuring import concatenated
+from flowtrain_lightning.data.records.formats import Record
+from flowtrain_lightning.data.sources.measuring import concatenated
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from flowtrain_lightning.data.formats import Record
-from flowtrain_lightning.data.reader_link import ReaderLink
+from flowtrain_lightning.data.node.reader_link import ReaderLink
+from flowtrain_lightning.data.records.formats import Record
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, SampleSizes
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flowtrain_lightning.data.formats import Record
+from flowtrain_lightning.data.records.formats import Record
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 

@@ -18,10 +18,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.fingerprint import fingerprint
-from flowtrain_lightning.data.formats import Record, parse
-from flowtrain_lightning.data.index import IndexConfig
-from flowtrain_lightning.data.measuring import Measure, concatenated, measure_records
-from flowtrain_lightning.data.media_status import status_of
+from flowtrain_lightning.data.media.media_status import status_of
+from flowtrain_lightning.data.records.formats import Record, parse
+from flowtrain_lightning.data.sources.index import IndexConfig
+from flowtrain_lightning.data.sources.measuring import Measure, concatenated, measure_records
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, SampleSizes
 

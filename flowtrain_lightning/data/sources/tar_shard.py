@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.formats import Record, parse
-from flowtrain_lightning.data.media_files import EncodedMedia
-from flowtrain_lightning.data.record_turns import MARKERS
+from flowtrain_lightning.data.media.media_files import EncodedMedia
+from flowtrain_lightning.data.records.formats import Record, parse
+from flowtrain_lightning.data.records.record_turns import MARKERS
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.json_file import decoded_json
 from flowtrain_lightning.data.sources.record_store import Location

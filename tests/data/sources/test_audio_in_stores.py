@@ -23,7 +23,7 @@ from flowtrain_lightning.data import (
     JsonFile,
     ParquetFile,
 )
-from flowtrain_lightning.data.measuring import Unreadable
+from flowtrain_lightning.data.sources.measuring import Unreadable
 from tests.data.shards import write_tar
 from tests.data.support import IMAGES, MEASURE, TEMPLATE, Letters, write_image
 

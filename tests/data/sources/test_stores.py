@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from flowtrain_lightning.data import DataError, HubDataset, JsonFile, Mixture, ParquetFile, TarShard
-from flowtrain_lightning.data.media_files import EncodedMedia
+from flowtrain_lightning.data.media.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.naming import mixture_of, open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests.data.shards import write_tar

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps, datamodule
-from flowtrain_lightning.data.sources import stream_source
+from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps
+from flowtrain_lightning.data.sources import opening, stream_source
 from flowtrain_lightning.data.sources.stream_of_samples import StreamPosition
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from tests.data.sources.test_resuming import Lines
@@ -102,7 +102,7 @@ def test_a_stream_that_is_slow_or_fails_is_named_with_the_row(monkeypatch, caplo
 
 
 def test_what_cannot_be_a_stream_is_refused(monkeypatch):
-    monkeypatch.setattr(datamodule, "can_read_for_others", lambda: False)
+    monkeypatch.setattr(opening, "can_read_for_others", lambda: False)
     with pytest.raises(DataError, match="generator can be read only once"):
         StreamSource((row for row in ROWS), MEASURE, 64, IndexConfig())
     for changes, words in (

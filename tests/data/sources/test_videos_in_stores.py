@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowtrain_lightning.data import DataError, Record, TarShard
-from flowtrain_lightning.data.measurers import measure_store, this_process
-from flowtrain_lightning.data.media_files import EncodedMedia
+from flowtrain_lightning.data.media.media_files import EncodedMedia
+from flowtrain_lightning.data.sources.measurers import measure_store, this_process
 from flowtrain_lightning.data.sources.naming import open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
 from tests.data.shards import write_tar

@@ -1,0 +1,1 @@
+"""Features of frozen encoders, kept in a folder."""

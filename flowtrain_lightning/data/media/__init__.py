@@ -1,0 +1,1 @@
+"""Files of images, videos and audio, and what an encoder gets of them."""

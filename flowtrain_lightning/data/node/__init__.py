@@ -1,0 +1,1 @@
+"""One process of a node reads for all its ranks."""

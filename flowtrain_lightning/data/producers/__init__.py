@@ -1,0 +1,1 @@
+"""Steps that Ray makes, in other processes or on other nodes."""

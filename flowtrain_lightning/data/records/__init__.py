@@ -1,0 +1,1 @@
+"""A record of any form, as the tokens that its template makes of it."""

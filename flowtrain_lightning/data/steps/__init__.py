@@ -1,0 +1,1 @@
+"""Which samples are in each step, and how they are packed."""

@@ -1,0 +1,1 @@
+"""A half under DeepSpeed ZeRO."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts, whole or divided among ranks."""

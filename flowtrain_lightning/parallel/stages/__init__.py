@@ -1,0 +1,1 @@
+"""A half cut into stages, each of some of its blocks."""
