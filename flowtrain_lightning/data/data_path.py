@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,10 @@ PROTOCOLS = frozenset({"file", "local", "gs", "gcs", "hf", "s3", "s3a"})
 """Kinds of addresses that a record may name: local files, and stores that only its user's own access opens. Others make
 the machine that reads ask whom the record names (http, ftp), or open archives and lists of addresses (zip, reference).
 """
+
+_filesystems: dict[int, Any] = {}
+"""What has asked for addresses, kept for as long as the process lives: a fork that let go of its copy would end the
+connections of the process that it was forked from, whose requests then wait for ever."""
 
 
 def data_path(given: str | Path) -> Path:
@@ -32,7 +37,7 @@ def data_path(given: str | Path) -> Path:
         ) from error
     try:
         remote: Any = UPath(given)  # has the methods of a Path
-        remote.fs  # noqa: B018  # asks for the library of this kind of address
+        _keep(remote)  # asks for the library of this kind of address
     except (ImportError, ValueError) as error:
         raise DataError(f"{given}: this kind of address cannot be read: {error}") from error
     return remote  # type: ignore[no-any-return]
@@ -41,6 +46,20 @@ def data_path(given: str | Path) -> Path:
 def is_local(path: Path) -> bool:
     """Whether the operating system can open it."""
     return isinstance(path, Path)
+
+
+def in_this_process(path: Path) -> Path:
+    """The same path, which asks by connections of this process: those of an address do not outlive a fork."""
+    if is_local(path):
+        return path
+    own: Any = pickle.loads(pickle.dumps(path))  # as one that was sent here
+    _keep(own)
+    return own  # type: ignore[no-any-return]
+
+
+def _keep(remote: Any) -> None:
+    filesystem = remote.fs
+    _filesystems[id(filesystem)] = filesystem
 
 
 def protocols_of(address: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.data_path import is_local
+from flowtrain_lightning.data.data_path import in_this_process, is_local
 from flowtrain_lightning.data.fingerprint import file_fingerprint
 from flowtrain_lightning.data.records.columns import Columns
 
@@ -22,7 +22,6 @@ class DataFile:
         columns: which fields hold a question and an answer, where records have none of the usual forms.
 
     Attributes:
-        path: the file.
         ignored: the same.
         columns: the same.
 
@@ -31,11 +30,20 @@ class DataFile:
     """
 
     def __init__(self, path: Path, ignored: Collection[str] = (), columns: Columns | None = None) -> None:
-        self.path = path
+        self._path = path
+        self._process = os.getpid()
         self.ignored = ignored
         self.columns = columns
         self._status = self.status()
         self._held: str | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        if self._process != os.getpid():  # a fork of the one that opened it
+            self._path = in_this_process(self._path)
+            self._process = os.getpid()  # last, since several threads may ask
+        return self._path
 
     def status(self) -> list[int]:
         """Its size, and when it was changed last.

@@ -11,6 +11,7 @@ from tests.data.ray_runs import are_equal, epoch_of
 from tests.data.sources.test_resuming import Lines
 from tests.data.sources.test_stores import as_parquet, as_tar
 from tests.data.support import TOKEN_STEPS, data_module, message_record, read, write_set
+from tests.data.web import served
 
 ROWS = [message_record(number, "ask", "a" * (1 + number % 9), []) for number in range(150)]
 MANY = pytest.mark.parametrize(
@@ -121,3 +122,16 @@ def test_a_stream_that_fails_is_named_in_every_rank(tmp_path):
     for error in found:
         assert isinstance(error, DataError)
         assert "stream Failing: its row 41 cannot be read: OSError('the bucket is gone')" in str(error)
+
+
+@pytest.mark.parametrize("form", [lambda file: file, as_tar, as_parquet], ids=["json", "tar", "parquet"])
+def test_files_at_addresses_of_the_web_are_read_by_processes_that_are_forked(tmp_path, form):
+    file = form(write_set(tmp_path / "d.jsonl", 12))
+    with served(tmp_path) as address:
+        given = f"{address}/{file.name}"
+        helped = data_module(given, num_workers=2)
+        helped.setup("fit")
+        try:
+            assert are_equal(all_steps(helped.train_dataloader()), alone(given, 1, 0))
+        finally:
+            helped.teardown("fit")
