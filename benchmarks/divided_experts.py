@@ -23,18 +23,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since all of them share the cores
 
-from benchmarks import laid_out
 from benchmarks.emulated_records import emulated_data, sizes_of_records, write_records
-from benchmarks.laid_out import LaidOutJob
 from benchmarks.launch import machine
-from benchmarks.layout_cells import as_run, run_job, simulated_seconds
 from benchmarks.layout_plans import PER_NODE, describe
 from benchmarks.mixes import screens
 from benchmarks.modules import ROOT
 from benchmarks.report import machine_line, table, write_results
-from benchmarks.stretched_costs import StretchedCosts, packing_by
+from benchmarks.run_of_plan import STEPS, TOKEN_BUDGET, WARMUP, run_planned
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     Cluster,
     ModelledCosts,
     SearchSpace,
@@ -46,7 +42,6 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.cli.plan_choice import choose_plans
 from flowtrain_lightning.placement.drawn_steps import steps_of
-from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 MODEL, DEVICE = "qwen3-vl-30b-a3b", "h100"
@@ -55,10 +50,8 @@ CONTENDERS = {DIVIDED: SearchSpace(), WHOLE: SearchSpace(expert=(1,))}
 """The plans that are compared: the recommended one, and the best of those in which no rank shares experts."""
 
 _NAME = "divided-experts"
-_TOKEN_BUDGET, _PATCH_BUDGET = 8192, 16384
+_PATCH_BUDGET = 16384
 _SAMPLES = 32  # of a step, for each rank
-_WARMUP, _STEPS = 1, 2
-_BFLOAT16 = 2  # bytes
 _DEADLINE = 900.0  # seconds of a run
 _KINDS = ("planned", "simulated", "step")
 
@@ -82,7 +75,7 @@ class ExpertCell:
 
     def records(self, folder: Path) -> Path:
         """Writes the records: screens, each with an answer."""
-        write_records(folder, self.samples * (_WARMUP + _STEPS), sides=screens(), pictures={1: 1.0}, words=(100, 800))
+        write_records(folder, self.samples * (WARMUP + STEPS), sides=screens(), pictures={1: 1.0}, words=(100, 800))
         return folder
 
     def question(self, data: Path) -> tuple[Problems, PlanSimulator]:
@@ -91,13 +84,13 @@ class ExpertCell:
         Args:
             data: the folder of `records`.
         """
-        sizes = sizes_of_records(emulated_data(data, self.samples, _TOKEN_BUDGET))
+        sizes = sizes_of_records(emulated_data(data, self.samples, TOKEN_BUDGET))
         module = named_model(MODEL)
         workload = Workload(
             sizes.tokens,
             dict.fromkeys(module.encoders, sizes.media_patches),
             global_batch_size=self.samples,
-            token_budget=_TOKEN_BUDGET,
+            token_budget=TOKEN_BUDGET,
             encoder_budget=_PATCH_BUDGET,
         )
         problems = role_problems(module, workload, Cluster(named_device(DEVICE), self.ranks, PER_NODE))
@@ -122,39 +115,18 @@ def measure(cell: ExpertCell, folder: Path) -> dict[str, Any]:
     stretch = cell.seconds / plans[DIVIDED].seconds
     found: dict[str, Any] = {"machine": machine(), "stretch": stretch}
     for name, plan in plans.items():
-        run = _run(cell, problems, plan, stretch, data, folder / name)
+        run = run_planned(
+            plan.allocation(PER_NODE),
+            problems,
+            stretch,
+            data,
+            folder / name,
+            samples=cell.samples,
+            deadline=_DEADLINE,
+        )
         found[name] = {"plan": describe(plan), "planned": plan.seconds, **run}
         print(f"{cell.ranks} ranks, {name}: {found[name]}", flush=True)
     return found
-
-
-def _run(
-    cell: ExpertCell, problems: Problems, plan: ModelledPlan, stretch: float, data: Path, folder: Path
-) -> dict[str, float]:
-    """One run: seconds of a step, measured and simulated, in those of the device, and the runtime's share of it."""
-    folder.mkdir()
-    planned = plan.allocation(PER_NODE)
-    costs = ModelledLayoutCosts(problems, planned)
-    tokens = problems[BACKBONE].load.tokens * cell.samples / problems[BACKBONE].load.items
-    job = LaidOutJob(
-        allocation=as_run(planned),
-        costs=StretchedCosts(costs, stretch, costs.encoder_trains),
-        packing=packing_by(costs, problems),
-        encoder_first=False,
-        data=data,
-        folder=folder,
-        global_batch_size=cell.samples,
-        token_budget=_TOKEN_BUDGET,
-        warmup=_WARMUP,
-        steps=_STEPS,
-        step_bytes=int(2 * tokens * laid_out.WIDTH * _BFLOAT16),
-    )
-    run = run_job(job, _DEADLINE)
-    return {
-        "step": run["step"] / stretch,
-        "simulated": simulated_seconds(job) / stretch,
-        "runtime": run["runtime"],
-    }
 
 
 def gain(found: Mapping[str, Any], kind: str) -> float:

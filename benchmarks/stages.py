@@ -26,15 +26,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of every process, since all of them share
 
 from benchmarks import laid_out, staged
 from benchmarks.emulated_records import emulated_data, sizes_of_records, write_records
-from benchmarks.laid_out import LaidOutJob
 from benchmarks.launch import machine
-from benchmarks.layout_cells import as_run, run_job, simulated_seconds
 from benchmarks.mixes import screens
 from benchmarks.modules import ROOT
 from benchmarks.report import machine_line, table, write_results
-from benchmarks.stretched_costs import StretchedCosts, packing_by
+from benchmarks.run_of_plan import STEPS, TOKEN_BUDGET, WARMUP, run_planned
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     Cluster,
     ModelledCosts,
     SearchSpace,
@@ -46,7 +43,6 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
 from flowtrain_lightning.cli.plan_choice import choose_plans, has_stages
 from flowtrain_lightning.placement.drawn_steps import steps_of
-from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 STAGES, WHOLE = "stages", "without"
@@ -54,12 +50,10 @@ CONTENDERS = {STAGES: SearchSpace(), WHOLE: SearchSpace(pipeline=(1,))}
 """The plans that are compared: the recommended one, and the best of those without stages."""
 
 _NAME = "stages"
-_TOKEN_BUDGET, _PATCH_BUDGET = 8192, 16384
+_PATCH_BUDGET = 16384
 _PRECISION = "bf16-true"
-_WARMUP, _STEPS = 1, 2
 _DRAWN = 10
 """Steps that are drawn for the plan."""
-_BFLOAT16 = 2  # bytes
 _DEADLINE = 600.0  # seconds of a run
 _KINDS = ("planned", "simulated", "step")
 
@@ -85,7 +79,7 @@ class StageCell:
 
     def records(self, folder: Path) -> Path:
         """Writes the records: a screen each, with an answer."""
-        count = self.ranks * (_WARMUP + _STEPS)
+        count = self.ranks * (WARMUP + STEPS)
         write_records(folder, count, sides=screens(), pictures={1: 1.0}, words=(380, 420))
         return folder
 
@@ -95,13 +89,13 @@ class StageCell:
         Args:
             data: the folder of `records`.
         """
-        sizes = sizes_of_records(emulated_data(data, self.ranks, _TOKEN_BUDGET))
+        sizes = sizes_of_records(emulated_data(data, self.ranks, TOKEN_BUDGET))
         module = named_model(self.model)
         workload = Workload(
             sizes.tokens,
             dict.fromkeys(module.encoders, sizes.media_patches),
             global_batch_size=self.ranks,
-            token_budget=_TOKEN_BUDGET,
+            token_budget=TOKEN_BUDGET,
             encoder_budget=_PATCH_BUDGET,
         )
         cluster = Cluster(named_device(self.device), self.ranks, 1)
@@ -137,7 +131,16 @@ def measure(cell: StageCell, folder: Path, seconds: float) -> dict[str, Any]:
     stretch = seconds / plans[STAGES].seconds
     found: dict[str, Any] = {"machine": machine(), "stretch": stretch}
     for name, plan in plans.items():
-        run = _run(cell, problems, plan, stretch, data, folder / name)
+        run = run_planned(
+            plan.allocation(1),
+            problems,
+            stretch,
+            data,
+            folder / name,
+            samples=cell.ranks,
+            deadline=_DEADLINE,
+            train=staged.train if has_stages(plan) else laid_out.train,
+        )
         found[name] = {"plan": describe(plan), "planned": plan.seconds, **run}
         print(f"{cell.name}, {name}: {found[name]}", flush=True)
     return found
@@ -148,35 +151,6 @@ def describe(plan: ModelledPlan) -> str:
     allocation = plan.allocation(1)
     again = [f"the {role} recomputes ({what})" for role, what in allocation.recompute.items() if what != "none"]
     return "; ".join([allocation.describe(), *again])
-
-
-def _run(
-    cell: StageCell, problems: Problems, plan: ModelledPlan, stretch: float, data: Path, folder: Path
-) -> dict[str, float]:
-    """One run: seconds of a step, measured and simulated, in those of the device, and the runtime's share of it."""
-    folder.mkdir()
-    planned = plan.allocation(1)
-    costs = ModelledLayoutCosts(problems, planned)
-    tokens = problems[BACKBONE].load.tokens * cell.ranks / problems[BACKBONE].load.items
-    job = LaidOutJob(
-        allocation=as_run(planned),
-        costs=StretchedCosts(costs, stretch, costs.encoder_trains),
-        packing=packing_by(costs, problems),
-        encoder_first=False,
-        data=data,
-        folder=folder,
-        global_batch_size=cell.ranks,
-        token_budget=_TOKEN_BUDGET,
-        warmup=_WARMUP,
-        steps=_STEPS,
-        step_bytes=int(2 * tokens * laid_out.WIDTH * _BFLOAT16),
-    )
-    run = run_job(job, _DEADLINE, staged.train if has_stages(plan) else laid_out.train)
-    return {
-        "step": run["step"] / stretch,
-        "simulated": simulated_seconds(job) / stretch,
-        "runtime": run["runtime"],
-    }
 
 
 def gain(found: Mapping[str, Any], kind: str) -> float:

@@ -38,7 +38,7 @@ def lane_work(
     behind = allocation.graph.behind
     _refuse_stages_not_played(allocation, members)
     parts = stages or (trunk,)
-    opened = {name: members.stages - stage for stage, name in enumerate(stages)}  # see `trunk_order`
+    opened = {name: most_open(members, stage) for stage, name in enumerate(parts) if stages or behind}
     rules = StepRules(
         {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
         | {role: allocation.members(role) for role in (*behind, *producers)},
@@ -47,7 +47,7 @@ def lane_work(
             for edge in allocation.graph.edges
             for name in (parts if edge.consumer == trunk else (edge.consumer,))
         ],
-        in_flight=opened | dict.fromkeys(producers, kept_batches) | ({trunk: most_open(members)} if behind else {}),
+        in_flight=opened | dict.fromkeys(producers, kept_batches),
         meets=allocation.meets | dict.fromkeys(stages, allocation.meets[trunk]),
         steps_ahead=0 if costs.encoder_trains or needs_others else STEPS_AHEAD,
     )
@@ -69,7 +69,7 @@ def lane_work(
 
 
 def _refuse_stages_not_played(allocation: Allocation, members: StepMembers) -> None:
-    """Raises an AllocationError for orders of stages that train, but that the model of a step's time does not know."""
+    """Raises an AllocationError for orders of stages that the model of a step's time does not know."""
     if members.virtual > 1:
         raise AllocationError(
             f"The plan's {allocation.trunk} has virtual {members.virtual}: interleaved stages train, but are not "
@@ -78,7 +78,7 @@ def _refuse_stages_not_played(allocation: Allocation, members: StepMembers) -> N
     if members.stages > 1 and members.in_fixed_order and members.colocated:
         raise AllocationError(
             f"The plan's {allocation.trunk} is in stages on ranks that encode too, some of which need each other in a "
-            "pass: that trains, but is not simulated today. Give encoders whole copies or ranks of their own."
+            "pass: their order is not simulated today. Give encoders ranks of their own, or both roles whole copies."
         )
 
 

@@ -131,10 +131,10 @@ def test_equal_samples_take_about_what_is_predicted(name):
     assert 0.9 * predicted < simulated < 1.02 * predicted
 
 
-SHARDED_ENCODERS = Allocation(
+SHARDED_STAGES = Allocation(
     "colocated",
-    {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(1, pipeline=2)},
-    {"encoder": (0, 1), "backbone": (0, 1)},
+    {"encoder": Layout(4), "backbone": Layout(2, pipeline=2, shard="fsdp")},
+    {"encoder": (0, 1, 2, 3), "backbone": (0, 1, 2, 3)},
 )
 
 
@@ -145,7 +145,7 @@ SHARDED_ENCODERS = Allocation(
             in_stages("separate", Layout(1, pipeline=2, virtual=2)),
             "has virtual 2: interleaved stages train, but",
         ),
-        (SHARDED_ENCODERS, "in stages on ranks that encode too, some of which need each other"),
+        (SHARDED_STAGES, "in stages on ranks that encode too, some of which need each other"),
     ],
     ids=["virtual", "taking turns"],
 )

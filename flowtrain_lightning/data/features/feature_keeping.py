@@ -15,7 +15,7 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
 
-class Processor(Protocol):
+class MediaProcessor(Protocol):
     """Makes of media what an encoder sees."""
 
     @property
@@ -24,7 +24,7 @@ class Processor(Protocol):
 
 
 def keeping_of(
-    settings: KeepFeatures | None, module: object | None, shard: RankShard, processors: Iterable[Processor | None]
+    settings: KeepFeatures | None, module: object | None, shard: RankShard, processors: Iterable[MediaProcessor | None]
 ) -> FeatureKeeping | None:
     """How a rank keeps features; None where none are kept, or no model says what its features follow from.
 

@@ -49,13 +49,15 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
         of_stage = virtual_stage_orders(count, members.stages, members.virtual)[stage]
         return _with_answers((each.kind, each.position) for each in of_stage if each.chunk == 0)
     if members.stages > 1:
-        return _with_answers(in_order(count, range(count), members.stages - stage))
+        return _with_answers(in_order(count, range(count), most_open(members, stage)))
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
     return _with_answers(in_order(count, read, most_open(members)))
 
 
-def most_open(members: StepMembers) -> int:
-    """Microbatches of a member of the trunk that may be open, where a role behind it reads them."""
+def most_open(members: StepMembers, stage: int = 0) -> int:
+    """Microbatches of a member of the trunk that may be open, in a stage, or where a role behind it reads them."""
+    if members.stages > 1:
+        return members.stages - stage
     shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
     return 1 if shared else MOST_OPEN
 
