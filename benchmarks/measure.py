@@ -95,7 +95,8 @@ def contents(batch: Any) -> dict[str, int]:
         }
     microbatches = [microbatch for microbatch in batch.microbatches if microbatch is not None]
     tokens = sum(len(microbatch.tokens) for microbatch in microbatches)
-    patches = sum(len(media.pixels) for media in batch.media["encoder"] if media is not None)
+    every = (media for of_role in batch.media.values() for media in of_role)
+    patches = sum(len(media.pixels) for media in every if media is not None)
     return {
         "microbatches": len(microbatches),
         "samples": sum(len(microbatch.samples) for microbatch in microbatches),
