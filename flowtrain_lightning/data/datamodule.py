@@ -6,7 +6,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
-from flowtrain_lightning.data.features.feature_keeping import keeping_of
+from flowtrain_lightning.data.features.feature_keeping import keeping_of, refusal_of_augmented
 from flowtrain_lightning.data.features.feature_store import KeepFeatures
 from flowtrain_lightning.data.loading.dataloader import StepLoader
 from flowtrain_lightning.data.loading.dataset import NodeRecords, StepDataset
@@ -47,9 +46,11 @@ from flowtrain_lightning.data.sources.naming import Data, mixture_of
 from flowtrain_lightning.data.sources.sample_source import JoinedSources
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream
 from flowtrain_lightning.data.stage_data import StageData
-from flowtrain_lightning.data.steps.step_packing import PackingConfig, StepPacking
+from flowtrain_lightning.data.step_settings import steps_rest_on
+from flowtrain_lightning.data.steps.step_packing import PackingConfig
 from flowtrain_lightning.data.steps.step_sizing import GroupBy, Steps, StepSizing, TokenSteps, media_groups_of
 from flowtrain_lightning.data.steps.stream_steps import StreamSteps
+from flowtrain_lightning.packing import DEFAULT_COST
 from flowtrain_lightning.packing.compiled import announce_compilation
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.setting_values import check_setting
@@ -158,33 +159,30 @@ class FlowDataModule(StageData):
         keep_features: KeepFeatures | None = None,
     ) -> None:
         owner = type(self).__name__
-        for name, count, least in (
-            ("token_budget", token_budget, 1),
-            ("encoder_budget", encoder_budget, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            check_setting(owner, name, count, int, least)
+        check_setting(owner, "token_budget", token_budget, int, least=1)
+        check_setting(owner, "encoder_budget", encoder_budget, int, least=1)
+        check_setting(owner, "num_workers", num_workers, int, least=0)
         check_setting(owner, "global_batch_size", global_batch_size, int | None, least=1)
         check_setting(owner, "seed", seed, int | None, least=0)
-        check_setting(owner, "producers", producers, Producers | None)
-        check_setting(owner, "shuffle", shuffle, bool)
-        check_setting(owner, "drop_last", drop_last, bool)
-        check_setting(owner, "token_steps", token_steps, TokenSteps | None)
-        check_setting(owner, "packing", packing, PackingConfig | None)
-        check_setting(owner, "index", index, IndexConfig | None)
-        check_setting(owner, "columns", columns, Columns | None)
-        check_setting(owner, "group_by", group_by, GroupBy | None)
-        check_setting(owner, "keep_features", keep_features, KeepFeatures | None)
+        for name, value, kind in (
+            ("shuffle", shuffle, bool),
+            ("drop_last", drop_last, bool),
+            ("token_steps", token_steps, TokenSteps | None),
+            ("packing", packing, PackingConfig | None),
+            ("index", index, IndexConfig | None),
+            ("producers", producers, Producers | None),
+            ("columns", columns, Columns | None),
+            ("group_by", group_by, GroupBy | None),
+            ("keep_features", keep_features, KeepFeatures | None),
+        ):
+            check_setting(owner, name, value, kind)
         if keep_features is not None and augment is not None:
-            raise ValueError(
-                f"{owner} got keep_features and augment, but augmentation changes pictures by chance in every epoch, "
-                "so none of their features could be used again; leave one of the two out."
-            )
+            raise refusal_of_augmented(owner)
         if producers is not None:
             refuse_without_ray()
-        given = {"train": train, "val": val, "test": test, "predict": predict}
+        given = (("train", train), ("val", val), ("test", test), ("predict", predict))
         super().__init__(
-            {stage: mixture_of(stage, data) for stage, data in given.items() if data is not None},
+            {stage: mixture_of(stage, data) for stage, data in given if data is not None},
             token_budget=token_budget,
             index=index or IndexConfig(),
             protocols=named_protocols(protocols),
@@ -205,11 +203,11 @@ class FlowDataModule(StageData):
         self.token_steps = TokenSteps() if token_steps is None and global_batch_size is None else token_steps
         self.packing = (packing or PackingConfig()).with_profile_read()
         self.augment = augment
-        self._cluster: RayCluster | None = None
-        self._local_ray: LocalRay | None = None
         self.group_by = group_by
         self.keep_features = keep_features
         self._seed = seed
+        self._cluster: RayCluster | None = None
+        self._local_ray: LocalRay | None = None
         # Weakly: Lightning may ask for a loader anew and drop the former, whose workers then end.
         self._loaders: WeakSet[StepLoader] = WeakSet()
         self._training: weakref.ref[StepLoader] | None = None
@@ -338,25 +336,7 @@ class FlowDataModule(StageData):
     @property
     def settings(self) -> dict[str, str]:
         """Settings that decide the steps beside the files, by the names of the arguments."""
-        names = (
-            "token_budget",
-            "encoder_budget",
-            "global_batch_size",
-            "seed",
-            "shuffle",
-            "images",
-            "videos",
-            "audio",
-            "template",
-        )
-        index = replace(self.index, cache_dir=None)  # which every node may have elsewhere
-        settings = {name: getattr(self, name) for name in (*names, "token_steps", "packing", "group_by")}
-        settings |= {"index": index, "tokenizer": self.tokenizer.fingerprint, "protocols": sorted(self.protocols)}
-        settings["ignore_columns"] = sorted(self.ignore_columns)
-        settings |= {} if self.columns is None else {"columns": self.columns}
-        if "train" in self.files:
-            settings |= {"weights": self.files["train"].weights, "temperature": self.files["train"].temperature}
-        return {name: repr(value) for name, value in settings.items()}
+        return {name: repr(value) for name, value in steps_rest_on(self).items()}
 
     def _loader(self, stage: str) -> StepLoader:
         source, shard, packing = self.source(stage), own_shard(self.trainer), self.packing
@@ -374,7 +354,7 @@ class FlowDataModule(StageData):
         )
         sections = vars(packing) | ({} if self.token_steps is None else vars(self.token_steps))
         unset = frozenset(name for name, value in sections.items() if value is None)
-        sampling, in_effect = self._steps(stage, source), self._packing_in_effect()
+        sampling, in_effect = self._steps(stage, source), packing.in_effect(self.token_budget, self.encoder_budget)
         warn_of_idle_ranks(sampling, shard)
         records = self.node_records(stage)
         steps = StepDataset(
@@ -389,7 +369,6 @@ class FlowDataModule(StageData):
         )
         module = getattr(self.trainer, "lightning_module", None)
         strategy = None if self.trainer is None else self.trainer.strategy
-        processors = self.images, self.videos, self.audio
         loader = StepLoader(
             steps,
             files=[each.fingerprint for each in (source.sources if isinstance(source, JoinedSources) else [source])],
@@ -398,19 +377,16 @@ class FlowDataModule(StageData):
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(module, "prepare_media", None),
-            keeping=keeping_of(self.keep_features, module, shard, processors),
+            keeping=keeping_of(self.keep_features, module, shard, (self.images, self.videos, self.audio)),
         )
         self._loaders.add(loader)
         return loader
-
-    def _packing_in_effect(self) -> StepPacking:
-        return self.packing.in_effect(self.token_budget, self.encoder_budget)
 
     def _steps(self, stage: str, source: Source) -> Steps:
         """The samples of each step of a stage."""
         sizing = StepSizing(
             self.token_budget,
-            self._packing_in_effect().cost,
+            self.packing.cost or DEFAULT_COST,
             self.global_batch_size,
             self.token_steps,
             self.seed,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Any
 
 WAIT_LIMITS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1, 1.0)
 """Seconds: the upper bounds of the buckets into which waits are counted."""
@@ -52,3 +54,26 @@ class PoolCounters:
     ahead: Occupancy
     device: Occupancy = Occupancy(0, 0, 0)
     fallbacks: int = 0
+
+
+@dataclass
+class PoolTally:
+    """What a rank's part of the pool counts itself, by the names of `PoolCounters`."""
+
+    entries: int = 0
+    bytes: int = 0
+    moved_bytes: int = 0
+    leased_bytes: int = 0
+    refused: int = 0
+    wait_seconds: float = 0.0
+    wait_histogram: list[int] = field(default_factory=lambda: [0] * (len(WAIT_LIMITS) + 1))
+
+    def waited(self, seconds: float) -> None:
+        """Count a wait of so many seconds."""
+        self.wait_seconds += seconds
+        self.wait_histogram[bisect_right(WAIT_LIMITS, seconds)] += 1
+
+    def counters(self, **of_memory: Any) -> PoolCounters:
+        """A snapshot, with what the memory says for itself."""
+        waits = {"waits": sum(self.wait_histogram), "wait_histogram": tuple(self.wait_histogram)}
+        return PoolCounters(**(vars(self) | waits | of_memory))

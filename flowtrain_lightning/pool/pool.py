@@ -8,7 +8,6 @@ Readers on other hosts are reached by a transport, and tensors on a GPU may stay
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MASK, OFFSET_SHIFT, OWNER_SHIFT, Address
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
-from flowtrain_lightning.pool.counters import WAIT_LIMITS, Occupancy, PoolCounters
+from flowtrain_lightning.pool.counters import PoolCounters, PoolTally
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
 from flowtrain_lightning.pool.device.device_tier import DeviceRuntime, DeviceTier
-from flowtrain_lightning.pool.device.host_copies import HostCopies
+from flowtrain_lightning.pool.device.host_copies import COPY_SECONDS, HostCopies
 from flowtrain_lightning.pool.entry import (
     EntryLayout,
     Key,
@@ -40,7 +39,6 @@ from flowtrain_lightning.pool.shared_memory import Segment
 from flowtrain_lightning.pool.transport import NetworkChoice, Transport
 
 _OPEN_POLL_SECONDS = 1.0
-_COPY_SECONDS = 0.0005  # how often a rank that waits for peers looks whether its own copies are done
 _new = tuple.__new__  # half the time of a call of the class, where it is made for every entry
 
 
@@ -75,9 +73,7 @@ class Pool:
         self._own_keys: set[Key] = set()
         self._published: dict[Key, ControlRecord] = {}  # to this rank, and not leased yet
         self._leased: set[Key] = set()
-        self._entries = self._bytes = self._moved_bytes = self._leased_bytes = self._refused = 0
-        self._wait_seconds = 0.0
-        self._wait_histogram = [0] * (len(WAIT_LIMITS) + 1)
+        self._tally = PoolTally()
         self._copies: HostCopies | None = None
         self._closed = False
 
@@ -188,7 +184,7 @@ class Pool:
                     f"entries of {'later steps' if ahead else 'the step that runs'} in all. Raise "
                     "`PoolSettings(bytes=...)`, or make the entries smaller."
                 )
-            self._refused += 1
+            self._tally.refused += 1
             return None
         self._generation = (self._generation + 1) % GENERATIONS
         address = self._rank << OWNER_SHIFT | offset << OFFSET_SHIFT | self._generation
@@ -209,8 +205,8 @@ class Pool:
             raise
         self._own[record.address] = _new(_OwnEntry, (key, region, offset, waiting))
         self._own_keys.add(key)
-        self._entries += 1
-        self._bytes += nbytes
+        self._tally.entries += 1
+        self._tally.bytes += nbytes
         if not is_underway:
             self._publish(key, record, readers)
         return Address(record.address)
@@ -230,9 +226,7 @@ class Pool:
         if timeout > 0:
             started = time.perf_counter()
             records = self._receive(timeout)
-            waited = time.perf_counter() - started
-            self._wait_seconds += waited
-            self._wait_histogram[bisect_right(WAIT_LIMITS, waited)] += 1
+            self._tally.waited(time.perf_counter() - started)
         else:
             records = self._mesh.receive()
         for record in records:
@@ -256,7 +250,7 @@ class Pool:
         To be called by who has put or released something and does not poll for a while.
         """
         while not self.is_settled:
-            self.poll(_COPY_SECONDS)
+            self.poll(COPY_SECONDS)
 
     def arrived(self, keys: Iterable[Key]) -> list[Key]:
         """Those of ``keys``, in their order, whose entries were published to this rank and that `get` would lease."""
@@ -283,7 +277,7 @@ class Pool:
             tensors = read_tensors(memory, start, record)
         del self._published[key]
         self._leased.add(key)
-        self._leased_bytes += record.size
+        self._tally.leased_bytes += record.size
         return Lease(key, record.sender, record.address, self._end_lease, tensors)
 
     def close(self) -> None:
@@ -301,20 +295,11 @@ class Pool:
     @property
     def counters(self) -> PoolCounters:
         """A snapshot of what this rank's part has done."""
-        return PoolCounters(
+        return self._tally.counters(
             transport=self._transport.name if self._device is None else f"{self._transport.name} and device",
-            entries=self._entries,
-            bytes=self._bytes,
-            moved_bytes=self._moved_bytes,
-            leased_bytes=self._leased_bytes,
-            refused=self._refused,
-            waits=sum(self._wait_histogram),
-            wait_seconds=self._wait_seconds,
-            wait_histogram=tuple(self._wait_histogram),
             current=self._segment.current.occupancy,
             ahead=self._segment.ahead.occupancy,
-            device=Occupancy(0, 0, 0) if self._device is None else self._device.occupancy,
-            fallbacks=0 if self._device is None else self._device.fallbacks,
+            **({} if self._device is None else self._device.counters),
         )
 
     def _pin(self, runtime: DeviceRuntime) -> None:
@@ -348,7 +333,7 @@ class Pool:
             if reader == self._rank:
                 self._published[key] = record
                 continue
-            self._moved_bytes += record.size
+            self._tally.moved_bytes += record.size
             if reader in self._memories:
                 self._mesh.send(reader, record)
             elif self._remote is not None:
@@ -359,11 +344,7 @@ class Pool:
         copies = self._copies
         if copies is None or not copies.are_underway:
             return self._mesh.receive(timeout)
-        end = time.perf_counter() + timeout
-        while True:
-            records = self._mesh.receive(0.0 if copies.are_due else _COPY_SECONDS)
-            if records or copies.are_due or time.perf_counter() >= end:
-                return records
+        return copies.wait_for(self._mesh.receive, timeout)
 
     def _learn(self, record: ControlRecord) -> None:
         """An entry was published to this rank."""

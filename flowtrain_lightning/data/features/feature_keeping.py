@@ -23,6 +23,14 @@ class MediaProcessor(Protocol):
         """Changes with anything that changes what it makes."""
 
 
+def refusal_of_augmented(owner: str) -> ValueError:
+    """The error of keeping features of pictures that augmentation changes."""
+    return ValueError(
+        f"{owner} got keep_features and augment, but augmentation changes pictures by chance in every epoch, "
+        "so none of their features could be used again; leave one of the two out."
+    )
+
+
 def keeping_of(
     settings: KeepFeatures | None, module: object | None, shard: RankShard, processors: Iterable[MediaProcessor | None]
 ) -> FeatureKeeping | None:

@@ -9,12 +9,19 @@ Entries that peers cannot read in device memory pass through host memory. Two ma
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from mmap import mmap
+from typing import TypeVar
 
 from torch import Tensor
 
 from flowtrain_lightning.pool.device.device_tier import DeviceEvent, DeviceRuntime
+
+COPY_SECONDS = 0.0005
+"""How often a rank that waits for peers looks whether its own copies are done."""
+
+_Received = TypeVar("_Received")
 
 
 class HostCopies:
@@ -65,6 +72,19 @@ class HostCopies:
     def after_reads(self, then: Callable[[], None]) -> None:
         """Has `finish` call something once the current stream has done all that it was given until now."""
         self._mark(self._runtime.current(), then)
+
+    def wait_for(self, receive: Callable[[float], list[_Received]], timeout: float) -> list[_Received]:
+        """What peers send, as soon as there is some, or nothing once copies are due or the time has passed.
+
+        Args:
+            receive: waits so many seconds at most for what peers send.
+            timeout: seconds.
+        """
+        end = time.perf_counter() + timeout
+        while True:
+            received = receive(0.0 if self.are_due else COPY_SECONDS)
+            if received or self.are_due or time.perf_counter() >= end:
+                return received
 
     def finish(self) -> bool:
         """Calls what is due; returns whether anything was."""
