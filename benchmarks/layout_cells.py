@@ -20,7 +20,6 @@ from benchmarks.mixes import MIXES, Mix
 from benchmarks.schedules import expect_encoders
 from benchmarks.stretched_costs import StretchedCosts, packing_by
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     ENCODER,
     Allocation,
     Cluster,
@@ -30,7 +29,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.run_costs import first_steps
 from flowtrain_lightning.placement.simulation import simulate
@@ -140,7 +140,7 @@ def run_plan(
     planned = plan.allocation(PER_NODE)
     costs, allocation = ModelledLayoutCosts(problems, planned), as_run(planned)
     expect_encoders(folder, len(allocation.ranks[ENCODER]))
-    tokens = problems[BACKBONE].load.tokens * cell.samples / problems[BACKBONE].load.items
+    tokens = problems.load.tokens * cell.samples / problems.load.items
     job = LaidOutJob(
         allocation=allocation,
         costs=StretchedCosts(costs, stretch, encoder_trains=costs.encoder_trains or first),

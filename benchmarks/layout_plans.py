@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ModelledCosts, SearchSpace, choose_placement
 from flowtrain_lightning.allocator.candidates import candidates
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, side_by_side
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, side_by_side
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
 from flowtrain_lightning.placement.measured import MeasuredCosts
 
@@ -73,7 +74,7 @@ def best_plans(problems: Problems) -> dict[str, ModelledPlan]:
 def _synchronous_plan(problems: Problems) -> ModelledPlan | None:
     """Roles on ranks of their own, so that encoding a step and then computing it take the least time together."""
     tables = {role: candidates(problem, _RUN) for role, problem in problems.items()}
-    devices = problems[BACKBONE].cluster.devices
+    devices = problems.cluster.devices
     found = []
     for encoding in range(1, devices):
         split = {role: tables[role].on(count) for role, count in ((ENCODER, encoding), (BACKBONE, devices - encoding))}

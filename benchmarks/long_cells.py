@@ -23,7 +23,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.cli.plan_choice import choose_plans, running_plans
 from flowtrain_lightning.packing import IntArray, SampleSizes
@@ -208,7 +209,7 @@ class LongQuestion:
             layout = allocation.layouts[ENCODER]
             layout = replace(layout, data=layout.data // group, context=group)
             costed = replace(allocation, layouts={**allocation.layouts, ENCODER: layout})
-            problems = {**problems, ENCODER: replace(problems[ENCODER], role=BACKBONE)}
+            problems = Problems({**problems, ENCODER: replace(problems[ENCODER], role=BACKBONE)})
         costs: LayoutCosts = ModelledLayoutCosts(problems, costed)
         if tower is not None:
             costs = SharedTower(costs, group)

@@ -16,7 +16,6 @@ from benchmarks.layout_cells import as_run, run_job, simulated_seconds
 from benchmarks.layout_plans import describe
 from benchmarks.stretched_costs import StretchedCosts
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     Cluster,
     ModelledCosts,
     SearchSpace,
@@ -25,7 +24,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.cli.plan_choice import running_plans
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import IntArray
@@ -128,9 +128,9 @@ def measure(cell: PlanCell, seconds: float) -> dict[str, Any]:
         cell: what to run.
         seconds: of a stretched step.
     """
-    planned = cell.plan.allocation(cell.problems[BACKBONE].cluster.per_node)
+    planned = cell.plan.allocation(cell.problems.cluster.per_node)
     costs, stretch = ModelledLayoutCosts(cell.problems, planned), seconds / cell.planned
-    load, folder = cell.problems[BACKBONE].load, cell.folder / "run"
+    load, folder = cell.problems.load, cell.folder / "run"
     folder.mkdir()
     job = LaidOutJob(
         allocation=as_run(planned),

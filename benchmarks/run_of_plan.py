@@ -9,8 +9,8 @@ from benchmarks import laid_out
 from benchmarks.laid_out import LaidOutJob
 from benchmarks.layout_cells import as_run, run_job, simulated_seconds
 from benchmarks.stretched_costs import StretchedCosts, packing_by
-from flowtrain_lightning.allocator import BACKBONE, Allocation
-from flowtrain_lightning.allocator.modelled_plan import Problems
+from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 
 WARMUP, STEPS = 1, 2
@@ -45,7 +45,7 @@ def run_planned(
     """
     folder.mkdir()
     costs = ModelledLayoutCosts(problems, planned)
-    tokens = problems[BACKBONE].load.tokens * samples / problems[BACKBONE].load.items
+    tokens = problems.load.tokens * samples / problems.load.items
     job = LaidOutJob(
         allocation=as_run(planned),
         costs=StretchedCosts(costs, stretch, costs.encoder_trains),

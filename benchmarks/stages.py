@@ -40,7 +40,8 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.cli.plan_choice import choose_plans, has_stages
 from flowtrain_lightning.placement.drawn_steps import steps_of
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
-from flowtrain_lightning.allocator.modelled_plan import Problems
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel, IntArray
 from flowtrain_lightning.packing.cost_model import Observation, fit_cost

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowtrain_lightning.allocator.candidates import CandidateTable, SearchSpace, candidates, usable_bytes
 from flowtrain_lightning.allocator.devices import Cluster
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.placements import (
     Tables,
     colocated_plan,
@@ -21,8 +21,7 @@ from flowtrain_lightning.allocator.placements import (
 )
 from flowtrain_lightning.allocator.planner import PLAN_KINDS, NoPlanError, PlanKind
 from flowtrain_lightning.allocator.role_layout import Layout
-from flowtrain_lightning.allocator.role_problem import Family
-from flowtrain_lightning.packing.role_graph import BACKBONE
+from flowtrain_lightning.allocator.role_problem import Family, Problems
 
 _MOST_DEVICES = 2**16
 
@@ -91,8 +90,8 @@ class ModelledCosts:
             alone = [plan for tables in self._plainest_first(every) if (plan := uniform_plan(self.problems, tables))]
             enough = (1 + self.margin) * min((plan.seconds for plan in alone), default=0.0)
             return (self._plainest(alone, enough),) if alone else ()
-        apart = {role: table.of_families(_has_no_stages) for role, table in every.items() if role != BACKBONE}
-        apart[BACKBONE] = every[BACKBONE]
+        trunk = self.problems.trunk
+        apart = {role: table.of_families(_has_no_stages) for role, table in every.items()} | {trunk: every[trunk]}
         plain = _of_whole_layers(apart)
 
         def of_kind(kind: PlanKind) -> list[ModelledPlan | None]:
@@ -152,7 +151,7 @@ class ModelledCosts:
 
     @property
     def _cluster(self) -> Cluster:
-        return self.problems[BACKBONE].cluster
+        return self.problems.cluster
 
     def _table(self, role: str) -> CandidateTable:
         """The candidates of a role. Those of encoders with a pipeline are for one layout of everything."""
@@ -161,9 +160,7 @@ class ModelledCosts:
         return self._found[role]
 
     def _fits_on(self, devices: int) -> bool:
-        cluster = replace(self._cluster, devices=devices)
-        larger = replace(self, problems={role: replace(one, cluster=cluster) for role, one in self.problems.items()})
-        return bool(larger.plans())
+        return bool(replace(self, problems=self.problems.on(devices)).plans())
 
 
 def _of_whole_layers(tables: Tables) -> Tables:

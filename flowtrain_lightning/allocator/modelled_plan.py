@@ -12,12 +12,8 @@ from flowtrain_lightning.allocator.coefficients import FITTED_DEVICES, ROW_BAND,
 from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
 from flowtrain_lightning.allocator.role_layout import Layout, PlanningError
-from flowtrain_lightning.allocator.role_problem import RoleProblem, family_of
-from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
-
-Problems = Mapping[str, RoleProblem]
-"""Role -> what is known of it."""
-
+from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem, family_of
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 _OF_THE_STEP = ("an encoder",)
 """Causes that count in full wherever they are: that samples have pictures concerns loading and padding of all of it."""
@@ -118,7 +114,7 @@ def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
     Raises:
         PlanningError: it has other roles or devices, or its degrees do not divide heads, layers or nodes.
     """
-    cluster = problems[BACKBONE].cluster
+    cluster = problems.cluster
     if set(allocation.layouts) != set(problems):
         raise PlanningError(
             f"The allocation has the roles {', '.join(allocation.layouts)}, but the module has {', '.join(problems)}."
@@ -129,8 +125,8 @@ def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
             f"{allocation.size}."
         )
     chosen = {role: _candidate(problem, allocation) for role, problem in problems.items()}
-    encoding = sum(one.seconds for role, one in chosen.items() if role != BACKBONE)
-    backbone = chosen[BACKBONE]
+    backbone = chosen[problems.trunk]
+    encoding = sum(one.seconds for one in chosen.values()) - backbone.seconds
     if allocation.placement == "separate":
         return side_by_side(problems, chosen)
     if allocation.placement == "mixed":
@@ -159,13 +155,12 @@ def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict
     encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
     encoder that waits may have backwards left to do.
     """
-    encoders = {role: one for role, one in chosen.items() if role not in (BACKBONE, GENERATOR)}
-    in_step = {role: one for role, one in encoders.items() if problems[role].half.trains}
-    behind = chosen[GENERATOR].batch_seconds if GENERATOR in chosen else 0.0
-    last = chosen[BACKBONE].batch_seconds
-    first = max((one.batch_seconds for one in in_step.values()), default=0.0)
-    waits = {role: (last + behind) * (role in in_step) for role in encoders}
-    found = {**waits, BACKBONE: first + behind, GENERATOR: first + last}
+    in_step = [role for role in problems.encoders if problems[role].half.trains]
+    behind = max((chosen[role].batch_seconds for role in problems.behind), default=0.0)
+    last = chosen[problems.trunk].batch_seconds
+    first = max((chosen[role].batch_seconds for role in in_step), default=0.0)
+    waits = {role: (last + behind) * (role in in_step) for role in problems.encoders}
+    found = {**waits, problems.trunk: first + behind, **dict.fromkeys(problems.behind, first + last)}
     return {role: found[role] for role in chosen}
 
 
@@ -173,7 +168,7 @@ def plan_from(
     kind: PlanKind, problems: Problems, chosen: Mapping[str, Candidate], *, seconds: float, waiting: float = 0.0
 ) -> ModelledPlan:
     """The plan of chosen layouts, with what follows from them and the time of a step."""
-    cluster, separate = problems[BACKBONE].cluster, kind == "separate"
+    cluster, separate = problems.cluster, kind == "separate"
     flops = sum(problem.model_flops for problem in problems.values())
     devices = [candidate.devices for candidate in chosen.values()]
     of_roles = {role: candidate.bytes for role, candidate in chosen.items()}
@@ -181,7 +176,7 @@ def plan_from(
         kind=kind,
         name=kind,
         seconds=seconds,
-        samples_per_second=problems[BACKBONE].load.items / seconds,
+        samples_per_second=problems.load.items / seconds,
         idle={role: max(0.0, 1 - one.seconds / seconds) if separate else 0.0 for role, one in chosen.items()},
         chosen=chosen,
         devices=sum(devices) if separate else max(devices),
@@ -194,7 +189,7 @@ def plan_from(
 
 def joint_bytes(problems: Problems, of_roles: Mapping[str, float]) -> float:
     """Bytes of several roles on one device: the overhead is there once."""
-    overhead = problems[BACKBONE].cluster.device.overhead
+    overhead = problems.cluster.device.overhead
     return overhead + sum(each - overhead for each in of_roles.values())
 
 
@@ -234,7 +229,7 @@ def _uncovered(problem: RoleProblem, one: Candidate) -> Iterator[str]:
             yield "another device"
         if problem.precision.multiplied < 2:
             yield "fp8"
-        if problem.role != BACKBONE:
+        if problem.role != Problems.trunk:
             yield "an encoder"
         if any(part.experts is not None for part in problem.half.layers):
             yield "a mixture of experts"

@@ -16,15 +16,14 @@ from flowtrain_lightning.allocator.candidates import (
 from flowtrain_lightning.allocator.flops import IntArray
 from flowtrain_lightning.allocator.modelled_plan import (
     ModelledPlan,
-    Problems,
     joint_bytes,
     plan_from,
     side_by_side,
     waiting_seconds,
 )
 from flowtrain_lightning.allocator.planner import PlanKind
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.allocator.solver import match_throughputs
-from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
 
 Tables = Mapping[str, CandidateTable]
 """Role -> its candidates."""
@@ -67,7 +66,7 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
     lean: list[ModelledPlan] = []
     for _ in range(_ROUNDS):
         waiting = {role: table.slowed_by(waits[role]) for role, table in tables.items()}
-        slowed = match_throughputs(waiting, problems[BACKBONE].cluster.devices)
+        slowed = match_throughputs(waiting, problems.cluster.devices)
         if slowed is None:
             break
         chosen = {role: replace(one, seconds=one.seconds - waits[role]) for role, one in slowed.items()}
@@ -86,24 +85,25 @@ def _beside(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate])
 
     Matching throughputs takes the waits of another choice for its own, and so may miss the best one by a step.
     """
-    backbone, devices = tables[BACKBONE].fastest_by_devices, problems[BACKBONE].cluster.devices
+    trunk, devices = problems.trunk, problems.cluster.devices
+    backbone = tables[trunk].fastest_by_devices
     for role, one in chosen.items():
-        if role == BACKBONE:
+        if role == trunk:
             continue
         front = tables[role].fastest_by_devices
-        taken = sum(other.devices for name, other in chosen.items() if name not in (role, BACKBONE))
+        taken = sum(other.devices for name, other in chosen.items() if name not in (role, trunk))
         at = int(np.searchsorted(front.devices, one.devices))
         for number in (at - 1, at + 1):
             if not 0 <= number < len(front):
                 continue
             fitting = int(np.searchsorted(backbone.devices, devices - taken - front.devices[number], side="right"))
             if fitting > 0:
-                yield {**chosen, role: front.candidate(number), BACKBONE: backbone.candidate(fitting - 1)}
+                yield {**chosen, role: front.candidate(number), trunk: backbone.candidate(fitting - 1)}
 
 
 def _on_all(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[ModelledPlan]:
     """Plans like the chosen one in which one role has the devices that it leaves over too."""
-    left = problems[BACKBONE].cluster.devices - sum(one.devices for one in chosen.values())
+    left = problems.cluster.devices - sum(one.devices for one in chosen.values())
     for role, one in chosen.items():
         larger = tables[role].on(one.devices + left)
         if len(larger):
@@ -116,17 +116,17 @@ def mixed_plan(problems: Problems, tables: Tables) -> ModelledPlan | None:
     Were all N devices free for the encoders, they would take s seconds. B of them are busy with the backbone for t
     seconds, so that with work dealt to fit all are done after s + t · B / N.
     """
-    if GENERATOR in problems:
+    if problems.behind:
         return None  # what is behind the backbone runs in the other placements
-    cluster, backbone = problems[BACKBONE].cluster, tables[BACKBONE]
-    encoders = {role: table for role, table in tables.items() if role != BACKBONE}
+    cluster, backbone = problems.cluster, tables[problems.trunk]
+    encoders = {role: tables[role] for role in problems.encoders}
     everywhere = [table.fastest_by_memory(_in_several_groups(table, cluster.devices)) for table in encoders.values()]
     seconds, best = np.inf, None
     for picked in product(*everywhere):
         named = _picked(encoders, picked)
         found = _backbone_beside(problems, backbone, named)
         if found is not None and found[0] < seconds:
-            seconds, best = found[0], {**named, BACKBONE: found[1]}
+            seconds, best = found[0], {**named, problems.trunk: found[1]}
     return None if best is None else plan_from("mixed", problems, best, seconds=seconds)
 
 
@@ -145,7 +145,7 @@ def _best_together(
 
     Of those that are nearly as fast as the fastest one, it is one with memory to spare.
     """
-    limit = usable_bytes(problems[BACKBONE].cluster)
+    limit = usable_bytes(problems.cluster)
     shared = set.intersection(*(set(of_role) for of_role in groups.values()))
     bound = {
         key: sum(float(table.seconds[groups[role][key]].min()) for role, table in tables.items()) for key in shared
@@ -184,7 +184,7 @@ def _backbone_beside(
     problems: Problems, backbone: CandidateTable, encoders: Mapping[str, Candidate]
 ) -> tuple[float, Candidate] | None:
     """The backbone's layout that goes best with encoders on all devices, and the seconds of a step."""
-    cluster = problems[BACKBONE].cluster
+    cluster = problems.cluster
     encoding = sum(one.seconds for one in encoders.values())
     beside = joint_bytes(problems, {role: one.bytes for role, one in encoders.items()}) - cluster.device.overhead
     possible = (backbone.devices < cluster.devices) & (backbone.bytes + beside <= usable_bytes(cluster))

@@ -15,6 +15,7 @@ from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forw
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 from flowtrain_lightning.packing.bin_packing import best_fit
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 
 @dataclass(frozen=True)
@@ -290,14 +291,53 @@ class RoleProblem:
         return busiest
 
 
+class Problems(dict[str, RoleProblem]):
+    """Role -> what is known of it: of encoders first, then of the trunk, which they feed and which owns the samples."""
+
+    trunk = BACKBONE
+    """The trunk's name."""
+
+    @property
+    def of_trunk(self) -> RoleProblem:
+        """What is known of the trunk."""
+        return self[self.trunk]
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices for all roles."""
+        return self.of_trunk.cluster
+
+    @property
+    def load(self) -> RoleLoad:
+        """What a step asks of the trunk, by all samples and tokens of it."""
+        return self.of_trunk.load
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The roles that feed the trunk."""
+        names = tuple(self)
+        return names[: names.index(self.trunk)]
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """The roles that read rows of the trunk's outputs: one that generates, or none."""
+        names = tuple(self)
+        return names[names.index(self.trunk) + 1 :]
+
+    def on(self, devices: int) -> Problems:
+        """The same on another number of devices."""
+        cluster = replace(self.cluster, devices=devices)
+        return Problems((role, replace(one, cluster=cluster)) for role, one in self.items())
+
+
 def role_problems(
     module: ModuleDescription,
     workload: Workload,
     cluster: Cluster,
     precision: str | Precision = "bf16-mixed",
     efficiencies: Mapping[str, Efficiency] | None = None,
-) -> dict[str, RoleProblem]:
-    """Role -> what is known of it, for all roles of a module.
+) -> Problems:
+    """What is known of all roles of a module.
 
     A projector that trains behind a frozen tower is the backbone's, as it is in training.
 
@@ -321,15 +361,18 @@ def role_problems(
     module = module.with_projectors_apart(workload.encoder_tokens)
     loads, measured = role_loads(module, workload), efficiencies or {}
     assumed = assumed_efficiency(cluster.device)
-    return {
-        role: RoleProblem(
-            role=role,
-            half=half,
-            load=loads[role],
-            receives_gradient=module.receives_gradient(role),
-            cluster=cluster,
-            precision=precision,
-            efficiency=measured.get(role, assumed),
+    return Problems(
+        (
+            role,
+            RoleProblem(
+                role=role,
+                half=half,
+                load=loads[role],
+                receives_gradient=module.receives_gradient(role),
+                cluster=cluster,
+                precision=precision,
+                efficiency=measured.get(role, assumed),
+            ),
         )
         for role, half in module.roles.items()
-    }
+    )

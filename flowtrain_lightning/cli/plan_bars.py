@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowtrain_lightning.allocator import BACKBONE
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, joint_bytes
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, joint_bytes
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.placement.text_table import counted
 
 WIDTH = 60
@@ -75,7 +75,7 @@ def _layouts(plan: ModelledPlan) -> str:
 
 
 def _memory(plan: ModelledPlan, problems: Problems) -> str:
-    limit = usable_bytes(problems[BACKBONE].cluster)
+    limit = usable_bytes(problems.cluster)
     lines = [f"Memory of a device, GB (a bar is the {limit / 1e9:.1f} that can be planned for)"]
     total: dict[str, float] = {}
     for role, candidate in plan.chosen.items():
@@ -115,14 +115,14 @@ def step_phases(plan: ModelledPlan, problems: Problems) -> dict[str, list[Phase]
         share = candidate.seconds * fits
         idle = max(0.0, plan.seconds - share)
         if plan.kind == "separate":
-            first = min(plan.waiting, idle) if role == BACKBONE else 0.0
+            first = min(plan.waiting, idle) if role == problems.trunk else 0.0
             found[role] = _phases([("waiting", first), *parts, ("idle", idle - first)], 0.0)
-        elif plan.kind == "mixed" and role == BACKBONE:
+        elif plan.kind == "mixed" and role == problems.trunk:
             found[role] = _phases(parts, idle)
         else:
             wider = 1.0
             if plan.kind == "mixed":
-                encoding = sum(one.seconds for name, one in plan.chosen.items() if name != BACKBONE)
+                encoding = sum(plan.chosen[name].seconds for name in problems.encoders)
                 wider = plan.seconds / (encoding * fits)
             rest = plan.seconds - clock - share if together and role == last else 0.0
             stretched = [(name, part * wider) for name, part in parts]

@@ -6,8 +6,9 @@ import re
 from dataclasses import asdict, dataclass
 from math import inf
 
-from flowtrain_lightning.allocator import BACKBONE, PlanningError
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator import PlanningError
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def bill_of(plan: ModelledPlan, problems: Problems, tokens: float, price: Price 
         tokens: backbone tokens to train on.
         price: of an hour of one device.
     """
-    backbone = problems[BACKBONE]
+    backbone = problems.of_trunk
     hours = tokens / backbone.load.tokens * plan.seconds / 3600
     device_hours = hours * backbone.cluster.devices
     low, high = hours * plan.band.low, hours * plan.band.high

@@ -18,7 +18,8 @@ from flowtrain_lightning.allocator import (
     PlacementChoice,
     choose_placement,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
@@ -140,9 +141,9 @@ def has_stages(plan: ModelledPlan) -> bool:
 
 def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated", stages: int = 1) -> bool:
     """Whether training runs a role in a layout, in a placement, where the backbone has so many stages."""
-    if layout.pipeline != _degree(role, stages):
+    if layout.pipeline != _degree(role, stages) or not _runs(role, layout, tuple(problems), placement, stages):
         return False
-    return _runs(role, layout, tuple(problems), placement, stages) and _suits(layout, problems) is None
+    return all(_suits(layout, one) is None for one in problems.values())
 
 
 def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:
@@ -161,7 +162,7 @@ def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPla
 
 def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
     """The part of a plan that training does not offer today, as the end of a sentence; None if the plan runs."""
-    backbone = problems[BACKBONE]
+    backbone = problems.of_trunk
     if backbone.precision.name not in _RUN:
         return f"is for precision {backbone.precision.name!r}, but today a Trainer takes {', '.join(_RUN)}."
     if backbone.precision.host_states:
@@ -171,21 +172,20 @@ def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
             "with shard 'fsdp' and offload 'weights', as --layout."
         )
     if len(problems) == 1:
-        return _why_text_cannot_run(plan.chosen[BACKBONE].layout)
+        return _why_text_cannot_run(plan.chosen[problems.trunk].layout)
     try:
         allocation = plan.allocation(backbone.cluster.per_node)
     except AllocationError as error:
         return f"cannot be put onto ranks. {error}"
-    reasons = (_suits(allocation.layouts[role], {role: problems[role]}) for role in allocation.layouts)
+    reasons = (_suits(layout, problems[role]) for role, layout in allocation.layouts.items())
     return why_it_cannot_run(allocation) or next(filter(None, reasons), None)
 
 
-def _suits(layout: Layout, problems: Problems) -> str | None:
-    """Why none of these roles can have a layout, as the end of a sentence; None where all can."""
-    if layout.tensor > 1 and any(part.experts is not None for each in problems.values() for part in each.half.layers):
+def _suits(layout: Layout, problem: RoleProblem) -> str | None:
+    """Why a role cannot have a layout, as the end of a sentence; None where it can."""
+    if layout.tensor > 1 and any(part.experts is not None for part in problem.half.layers):
         return "shares a mixture of experts among tensor ranks, which no run does today."
-    backbone = problems.get(BACKBONE)
-    waits = backbone is not None and backbone.receives_gradient and not backbone.half.trains
+    waits = problem.role == Problems.trunk and problem.receives_gradient and not problem.half.trains
     if layout.meets_in_forwards and waits:
         return "divides a backbone that is frozen beside an encoder that trains, which is refused."
     return None

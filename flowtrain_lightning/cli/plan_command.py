@@ -10,7 +10,6 @@ from math import inf
 from pathlib import Path
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     DEVICES,
     PRECISIONS,
     WHOLE_COPIES,
@@ -187,7 +186,7 @@ def _budget(text: str) -> int | str:
 
 
 def _write(report: PlanReport, path: Path) -> None:
-    plan, cluster = report.choices.recommended.chosen, report.problems[BACKBONE].cluster
+    plan, cluster = report.choices.recommended.chosen, report.problems.cluster
     if len(report.problems) == 1:
         raise PlanningError(
             f"--out writes which ranks encode and which do not, but {report.module.name} has no encoder; leave it out."
@@ -196,7 +195,7 @@ def _write(report: PlanReport, path: Path) -> None:
         f"{report.module.name} on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node: {plan.name}.",
         f"Predicted: {plan.seconds:.3f} s a step (80 % band {plan.seconds_low:.3f} to {plan.seconds_high:.3f}), "
         f"{plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
-        f"For microbatches of up to {report.problems[BACKBONE].load.budget} tokens (token_budget).",
+        f"For microbatches of up to {report.problems.load.budget} tokens (token_budget).",
     ]
     if (reason := why_plan_cannot_run(plan, report.problems)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain_lightning.allocator import BACKBONE, Layout, ModelledCosts, RoleProblem
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator import BACKBONE, Layout, ModelledCosts
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.cli.plan_choice import can_run, running_plans
 from flowtrain_lightning.cli.plan_words import candidate_in_words
-from flowtrain_lightning.packing.role_graph import GENERATOR
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 _LEAST_GAIN = 1.02
@@ -72,8 +72,8 @@ def kept_plan(recommended: ModelledPlan, costs: ModelledCosts, simulator: PlanSi
         simulator: of their steps; None where it plays no such module.
     """
     problems = costs.problems
-    encoders = _encoders(problems)
-    if simulator is None or not encoders or any(problem.half.trains for problem in encoders.values()):
+    encoders = problems.encoders
+    if simulator is None or not encoders or any(problems[role].half.trains for role in encoders):
         return None
 
     def allows(role: str, layout: Layout) -> bool:
@@ -84,23 +84,19 @@ def kept_plan(recommended: ModelledPlan, costs: ModelledCosts, simulator: PlanSi
     seconds = None if best is None else simulator.seconds_reading(best)
     if best is None or seconds is None or recommended.seconds < _LEAST_GAIN * seconds:
         return None
-    cluster = problems[BACKBONE].cluster
+    cluster = problems.cluster
     nodes = -(-cluster.devices // cluster.per_node)
-    samples = problems[BACKBONE].load.items
+    samples = problems.load.items
     return KeptPlan(best, seconds, recommended.seconds, _feature_bytes(problems), samples, nodes)
 
 
 def _feature_bytes(problems: Problems) -> float:
     """Bytes of the features that the encoders make in a step."""
     found = 0.0
-    for problem in _encoders(problems).values():
+    for problem in map(problems.__getitem__, problems.encoders):
         width, per_token = problem.half.result
         found += problem.load.tokens * per_token * width * problem.precision.computing
     return found
-
-
-def _encoders(problems: Problems) -> dict[str, RoleProblem]:
-    return {role: problem for role, problem in problems.items() if role not in (BACKBONE, GENERATOR)}
 
 
 def _size(nbytes: float) -> str:

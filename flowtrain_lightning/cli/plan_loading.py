@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from math import ceil, isqrt
 
-from flowtrain_lightning.allocator import BACKBONE, ModuleDescription
+from flowtrain_lightning.allocator import ModuleDescription
 from flowtrain_lightning.allocator.description import Half
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.module_parts import Dense
+from flowtrain_lightning.allocator.role_problem import Problems
 
 DECODING = 35e-9
 """Seconds in which a core makes a pixel of what a tower sees from a JPEG file: decoded, scaled and cut into patches.
@@ -52,7 +53,7 @@ def loading_warning(cores: float, problems: Problems) -> str | None:
     """That hosts may not keep up, and what would help; None where they do."""
     if cores <= MOST_CORES:
         return None
-    device = problems[BACKBONE].cluster.device.name
+    device = problems.cluster.device.name
     return (
         f"Loading may be slower than this: to decode as fast, each rank needs about {ceil(cores)} cores of its host, "
         f"and beside {device} there are often {MOST_CORES} for it. Steps then take up to {cores / MOST_CORES:.1f} "

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     Allocation,
     Cluster,
     ModelledCosts,
@@ -19,8 +18,8 @@ from flowtrain_lightning.allocator import (
     role_problems,
     typical_workload,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems, given_plan
-from flowtrain_lightning.allocator.role_problem import Precision
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, given_plan
+from flowtrain_lightning.allocator.role_problem import Precision, Problems
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_choice import Choices, can_run, choose_plans, running_plans
 from flowtrain_lightning.cli.plan_input import read_efficiencies
@@ -110,10 +109,9 @@ class PlanQuestion:
     @cached_property
     def seconds_of_a_token(self) -> float:
         """Of the backbone alone, in the fastest layout that training runs: what a token budget decides. Inf: none."""
-        seconds = self.costs.fastest_alone(
-            BACKBONE, lambda layout: can_run(BACKBONE, layout, self.problems, "separate")
-        )
-        return seconds / self.problems[BACKBONE].load.tokens
+        trunk = self.problems.trunk
+        seconds = self.costs.fastest_alone(trunk, lambda layout: can_run(trunk, layout, self.problems, "separate"))
+        return seconds / self.problems.load.tokens
 
     def with_budget(self, tokens: int) -> PlanQuestion:
         """The same with another token budget, which cuts lengths that are only assumed; a step keeps its tokens."""

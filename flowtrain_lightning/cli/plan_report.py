@@ -9,8 +9,9 @@ from typing import Any
 
 from flowtrain_lightning.allocator import BACKBONE, ModuleDescription
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.cli.plan_bars import bars_of
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_cannot_run
@@ -59,7 +60,7 @@ class PlanReport:
 
     def values(self) -> dict[str, Any]:
         """Everything, for JSON. Bytes, seconds and shares are plain numbers."""
-        cluster, choice = self.problems[BACKBONE].cluster, self.choices.recommended
+        cluster, choice = self.problems.cluster, self.choices.recommended
         plans = {plan.kind: plan for plan in choice.predictions}
         reason, faster = why_plan_cannot_run(choice.chosen, self.problems), self.choices.faster
         return {
@@ -69,8 +70,8 @@ class PlanReport:
             "devices": cluster.devices,
             "devices_per_node": cluster.per_node,
             "data": self.data,
-            "token_budget": self.problems[BACKBONE].load.budget,
-            "samples": round(self.problems[BACKBONE].load.items),
+            "token_budget": self.problems.load.budget,
+            "samples": round(self.problems.load.items),
             "recommended": choice.chosen.kind if reason is None else None,
             "best": choice.chosen.kind,
             "reason": choice.reason,
@@ -112,7 +113,7 @@ class PlanReport:
         return "" if len(alike) == 1 else f", because {choice.reason}"
 
     def _verdict_on_given(self, given: ModelledPlan) -> list[str]:
-        cluster, best = self.problems[BACKBONE].cluster, self.choices.recommended.chosen
+        cluster, best = self.problems.cluster, self.choices.recommended.chosen
         gain = given.seconds / best.seconds - 1
         margin = self.choices.recommended.margin
         apart = f"{100 * gain:.0f} % more than" if gain > margin else "as far as can be told no more than"
@@ -152,7 +153,7 @@ class PlanReport:
         }
 
     def _heading(self) -> str:
-        problem = self.problems[BACKBONE]
+        problem = self.problems.of_trunk
         cluster, load = problem.cluster, problem.load
         sizes = ", ".join(f"{role} {_billions(half.parameters)}" for role, half in self.module.roles.items())
         samples, microbatches = counted(round(load.items), "sample"), "microbatches"
@@ -165,7 +166,7 @@ class PlanReport:
         )
 
     def _shown_in_words(self) -> str:
-        plan, limit = self.shown, usable_bytes(self.problems[BACKBONE].cluster)
+        plan, limit = self.shown, usable_bytes(self.problems.cluster)
         rate = f"{plan.samples_per_second:,.4g} samples/s, {100 * plan.mfu:.1f} % of the peak FLOP/s (MFU)"
         lines = [
             ("a step", f"{plan.seconds:.4g} s; 80 % of measured ones from {_span(plan)}; {rate}"),
@@ -202,7 +203,7 @@ class PlanReport:
             how = "FSDPStrategy()" if plan.chosen[BACKBONE].layout.shard == "fsdp" else "DDPStrategy()"
             return [f"Next: {self.module.name} reads text alone, so train it with Lightning's own {how}."]
         workers = workers_for(self._cores(plan) or 0.0)
-        return [f"Next: {next_command(plan, self.problems[BACKBONE], self.file, workers)}"]
+        return [f"Next: {next_command(plan, self.problems.of_trunk, self.file, workers)}"]
 
     def _cores(self, plan: ModelledPlan) -> float | None:
         return cores_for_pictures(plan, self.problems, self.module)
@@ -210,7 +211,7 @@ class PlanReport:
 
 def smallest_full_batch(problems: Problems) -> int | None:
     """Samples of a step that give every device a full microbatch; None where the batch gives half of that."""
-    load, devices = problems[BACKBONE].load, problems[BACKBONE].cluster.devices
+    load, devices = problems.load, problems.cluster.devices
     if load.tokens >= devices * load.budget / 2:
         return None
     return ceil(devices * load.budget / (load.tokens / load.items))
@@ -220,7 +221,7 @@ def batch_warning(problems: Problems) -> str | None:
     """That the batch is too small for the devices, with one that would do; None where it is not."""
     if (samples := smallest_full_batch(problems)) is None:
         return None
-    load, devices = problems[BACKBONE].load, problems[BACKBONE].cluster.devices
+    load, devices = problems.load, problems.cluster.devices
     if load.forwards is not None:
         return (
             f"A step of {counted(load.forwards, 'microbatch')} is small for {devices:,} devices: --microbatches "
@@ -234,7 +235,7 @@ def batch_warning(problems: Problems) -> str | None:
 
 def given_in_words(plan: ModelledPlan, problems: Problems) -> str:
     """Describes a given layout in sentences, where there is no plan to show it beside."""
-    limit = usable_bytes(problems[BACKBONE].cluster) / 1e9
+    limit = usable_bytes(problems.cluster) / 1e9
     return f"{_time_of_given(plan)}, and {plan.peak_bytes / 1e9:.1f} GB of the {limit:.1f} that can be planned for."
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.candidates import Candidate
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
-from flowtrain_lightning.allocator.role_problem import RoleProblem
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
 from flowtrain_lightning.placement.text_table import counted
 
 _HELD = {

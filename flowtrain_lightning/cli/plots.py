@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, PlanningError
+from flowtrain_lightning.allocator import PlanningError
 from flowtrain_lightning.allocator.candidates import usable_bytes
 from flowtrain_lightning.cli.plan_bars import step_phases
 from flowtrain_lightning.cli.plan_report import PlanReport
@@ -74,7 +74,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
         for span in spans:
             middle.barh(role, span.seconds, left=span.start, color=COLOURS[span.purpose], label=span.purpose)
     middle.set_xlabel(f"seconds of a step ({plan.name})")
-    limit = usable_bytes(problems[BACKBONE].cluster) / 1e9
+    limit = usable_bytes(problems.cluster) / 1e9
     for role, candidate in plan.chosen.items():
         start = 0.0
         for purpose, size in candidate.details(problems[role]).memory.at(0).items():

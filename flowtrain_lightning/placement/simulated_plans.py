@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain_lightning.allocator import BACKBONE, Allocation
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, Problems
+from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.role_problem import Problems
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.cluster_part import part_of
@@ -51,14 +52,14 @@ class PlanSimulator:
     def seconds_reading(self, plan: ModelledPlan) -> float | None:
         """Seconds of a step whose features are read, not encoded, as fast as they are wanted; None: not played."""
         try:
-            allocation = plan.allocation(self.problems[BACKBONE].cluster.per_node)
+            allocation = plan.allocation(self.problems.cluster.per_node)
             return self._played(allocation, ReadLayoutCosts(self.problems, allocation)).step_seconds
         except (PackingError, ValueError):
             return None
 
     def _simulated(self, plan: ModelledPlan) -> ModelledPlan:
         try:
-            allocation = plan.allocation(self.problems[BACKBONE].cluster.per_node)
+            allocation = plan.allocation(self.problems.cluster.per_node)
             if why_it_cannot_run(allocation) is not None:
                 return plan
             found = self._played(allocation, ModelledLayoutCosts(self.problems, allocation))
@@ -68,7 +69,7 @@ class PlanSimulator:
         return replace(
             plan,
             seconds=seconds,
-            samples_per_second=self.problems[BACKBONE].load.items / seconds,
+            samples_per_second=self.problems.load.items / seconds,
             idle={role: found.shares[role]["idle"] for role in plan.chosen},
             mfu=plan.mfu * plan.seconds / seconds,
         )

@@ -21,7 +21,7 @@ def plans(costs):
 
 def test_every_kind_is_planned_the_simplest_first_and_fits(costs, plans):
     assert list(plans) == ["uniform", "colocated", "separate", "mixed"]
-    limit = usable_bytes(costs.problems["backbone"].cluster)
+    limit = usable_bytes(costs.problems.cluster)
     for plan in plans.values():
         assert plan.devices <= 16
         assert plan.peak_bytes <= limit
