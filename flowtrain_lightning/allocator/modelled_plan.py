@@ -13,7 +13,6 @@ from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
 from flowtrain_lightning.allocator.role_layout import Layout, PlanningError
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem, family_of
-from flowtrain_lightning.packing.role_graph import BACKBONE
 
 _OF_THE_STEP = ("an encoder",)
 """Causes that count in full wherever they are: that samples have pictures concerns loading and padding of all of it."""
@@ -90,17 +89,17 @@ class ModelledPlan(Prediction):
         recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
         offload = {role: candidate.offload for role, candidate in self.chosen.items() if candidate.offload != "none"}
         everyone = tuple(range(self.devices))
+        trunk = Problems.trunk
         if self.kind == "separate":
-            return Allocation("separate", layouts, assign_ranks(layouts, per_node), recompute, offload)
+            return Allocation("separate", layouts, assign_ranks(layouts, trunk, per_node), recompute, offload)
         if self.kind == "mixed":
-            alone = {BACKBONE: layouts[BACKBONE], "others": Layout(data=self.devices - layouts[BACKBONE].ranks)}
-            group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != BACKBONE)
+            alone = {trunk: layouts[trunk], "others": Layout(data=self.devices - layouts[trunk].ranks)}
+            group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != trunk)
             block = max(group, largest_tensor_degree(layouts))
-            backbone = tuple(range(layouts[BACKBONE].ranks))
+            own = tuple(range(layouts[trunk].ranks))
             if per_node % block == 0:
-                backbone = assign_ranks(alone, per_node, block)[BACKBONE]
-            ranks = {role: backbone if role == BACKBONE else everyone for role in layouts}
-            return Allocation("mixed", layouts, ranks, recompute, offload)
+                own = assign_ranks(alone, trunk, per_node, block)[trunk]
+            return Allocation("mixed", layouts, dict.fromkeys(layouts, everyone) | {trunk: own}, recompute, offload)
         return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute, offload)
 
 

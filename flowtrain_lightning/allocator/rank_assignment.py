@@ -8,7 +8,7 @@ from typing import get_args
 
 from flowtrain_lightning.allocator.allocation import Allocation, Placement, refuse_unknown_placement
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout
-from flowtrain_lightning.packing.role_graph import BACKBONE, RoleGraph
+from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.packing.step_members import TWO_ROLES
 
 BACKBONE_SHARE = 4
@@ -162,40 +162,43 @@ def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count} devices"
 
 
-def assign_ranks(layouts: Mapping[str, Layout], per_node: int, block: int | None = None) -> dict[str, tuple[int, ...]]:
+def assign_ranks(
+    layouts: Mapping[str, Layout], first: str, per_node: int, block: int | None = None
+) -> dict[str, tuple[int, ...]]:
     """Role -> its ranks, ascending, for roles on devices of their own.
 
-    Backbone ranks come first on every node and encoder ranks last, so that features stay near. Both are spread over
-    the nodes as evenly as groups of tensor ranks allow, which are never on two nodes: tensor degrees divide each other
-    and the node, so that these groups, the largest first, fill blocks of the largest degree without a gap; blocks then
-    are dealt to the nodes in turns.
+    Ranks of one role come first on every node and those of the others behind them, so that features stay near. All are
+    spread over the nodes as evenly as groups of tensor ranks allow, which are never on two nodes: tensor degrees divide
+    each other and the node, so that these groups, the largest first, fill blocks of the largest degree without a gap;
+    blocks then are dealt to the nodes in turns.
 
     Args:
         layouts: role -> its layout.
+        first: the role that has rank 0.
         per_node: devices of a node.
         block: devices of a block; None is the largest tensor degree.
 
     Raises:
-        AllocationError: of several nodes the backbone would have the end of the last one, so that it cannot have
+        AllocationError: of several nodes the first role would have the end of the last one, so that it cannot have
             rank 0.
     """
     size = block or largest_tensor_degree(layouts)
-    count, total = layouts[BACKBONE].ranks, sum(layout.ranks for layout in layouts.values())
-    blocks = _filled_blocks(layouts, size)
+    count, total = layouts[first].ranks, sum(layout.ranks for layout in layouts.values())
+    order = [first, *(role for role in layouts if role != first)]
+    blocks = _filled_blocks({role: layouts[role] for role in order}, size)
     partial = blocks.pop() if sum(blocks[-1].values()) < size else None
     nodes = -(-total // per_node)
-    if nodes > 1 and partial is not None and partial.get(BACKBONE) == count:
+    if nodes > 1 and partial is not None and partial.get(first) == count:
         raise AllocationError(
-            f"The backbone has {_devices(count)}, but tensor ranks come in groups of {size}; give it at least {size}, "
+            f"The {first} has {_devices(count)}, but tensor ranks come in groups of {size}; give it at least {size}, "
             "since it has rank 0."
         )
     capacities = [per_node // size] * nodes
     capacities[-1] = len(blocks) - sum(capacities[:-1])
-    contents = _dealt(sorted(blocks, key=lambda each: -each.get(BACKBONE, 0)), capacities)
+    contents = _dealt(sorted(blocks, key=lambda each: -each.get(first, 0)), capacities)
     if partial is not None:
         contents[-1].append(partial)
     ranks: dict[str, list[int]] = {role: [] for role in layouts}
-    order = [BACKBONE, *(role for role in layouts if role != BACKBONE)]
     rank = 0
     for node in contents:
         for role in order:
@@ -211,8 +214,8 @@ def largest_tensor_degree(layouts: Mapping[str, Layout]) -> int:
 
 
 def _filled_blocks(layouts: Mapping[str, Layout], size: int) -> list[dict[str, int]]:
-    """Counts the devices of each role in every block; only the last one may be less than full."""
-    falling = sorted(layouts, key=lambda role: (-layouts[role].tensor, role != BACKBONE))
+    """Counts the devices of each role, in their order, in every block; only the last one may be less than full."""
+    falling = sorted(layouts, key=lambda role: -layouts[role].tensor)
     blocks: list[dict[str, int]] = [defaultdict(int)]
     for role in falling:
         left = layouts[role].ranks

@@ -13,25 +13,25 @@ DEGREES = st.sampled_from([1, 2, 4, 8])
 
 
 def test_encoders_are_the_last_ranks_of_each_node():
-    ranks = assign_ranks({"encoder": Layout(data=4), "backbone": Layout(data=6, tensor=2)}, 8)
+    ranks = assign_ranks({"encoder": Layout(data=4), "backbone": Layout(data=6, tensor=2)}, "backbone", 8)
     assert ranks["encoder"] == (6, 7, 14, 15)
 
 
 def test_tensor_ranks_of_the_backbone_stay_together():
-    ranks = assign_ranks({"encoder": Layout(data=4), "backbone": Layout(data=3, tensor=4)}, 8)
+    ranks = assign_ranks({"encoder": Layout(data=4), "backbone": Layout(data=3, tensor=4)}, "backbone", 8)
     assert ranks == {"encoder": (12, 13, 14, 15), "backbone": tuple(range(12))}
 
 
 def test_a_backbone_smaller_than_a_group_of_tensor_ranks_comes_first_on_its_node():
-    ranks = assign_ranks({"encoder": Layout(data=2, tensor=2), "backbone": Layout()}, 8)
+    ranks = assign_ranks({"encoder": Layout(data=2, tensor=2), "backbone": Layout()}, "backbone", 8)
     assert ranks == {"encoder": (1, 2, 3, 4), "backbone": (0,)}
     layouts = {"encoder": Layout(tensor=4), "encoder_audio": Layout(2), "backbone": Layout(2)}
-    assert assign_ranks(layouts, 4)["backbone"] == (0, 1)
+    assert assign_ranks(layouts, "backbone", 4)["backbone"] == (0, 1)
 
 
 def test_a_backbone_that_would_have_the_end_of_the_last_node_is_refused():
     with pytest.raises(AllocationError, match=r"The backbone has 1 device, .* groups of 4; give it at least 4"):
-        assign_ranks({"encoder": Layout(data=2, tensor=4), "backbone": Layout()}, 8)
+        assign_ranks({"encoder": Layout(data=2, tensor=4), "backbone": Layout()}, "backbone", 8)
 
 
 @given(
@@ -45,7 +45,7 @@ def test_every_group_of_tensor_ranks_is_on_one_node_and_every_rank_has_one_role(
     }
     one_node = sum(layout.ranks for layout in layouts.values()) <= per_node
     assume(one_node or layouts["backbone"].ranks >= max(layout.tensor for layout in layouts.values()))
-    ranks = assign_ranks(layouts, per_node)
+    ranks = assign_ranks(layouts, "backbone", per_node)
     used = sorted(rank for found in ranks.values() for rank in found)
     assert used == list(range(sum(layout.ranks for layout in layouts.values())))
     assert 0 in ranks["backbone"]

@@ -14,7 +14,7 @@ MOST = 64
 
 def separate(encoder, backbone):
     layouts = {"encoder": encoder, "backbone": backbone}
-    return Allocation("separate", layouts, assign_ranks(layouts, 8))
+    return Allocation("separate", layouts, assign_ranks(layouts, "backbone", 8))
 
 
 def colocated(encoder, backbone):
