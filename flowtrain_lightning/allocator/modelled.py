@@ -160,7 +160,7 @@ class ModelledCosts:
         return self._found[role]
 
     def _fits_on(self, devices: int) -> bool:
-        return bool(replace(self, problems=self.problems.on(devices)).plans())
+        return bool(replace(self, problems=self.problems.on(replace(self._cluster, devices=devices))).plans())
 
 
 def _of_whole_layers(tables: Tables) -> Tables:

@@ -324,9 +324,8 @@ class Problems(dict[str, RoleProblem]):
         names = tuple(self)
         return names[names.index(self.trunk) + 1 :]
 
-    def on(self, devices: int) -> Problems:
-        """The same on another number of devices."""
-        cluster = replace(self.cluster, devices=devices)
+    def on(self, cluster: Cluster) -> Problems:
+        """The same on other devices."""
         return Problems((role, replace(one, cluster=cluster)) for role, one in self.items())
 
 

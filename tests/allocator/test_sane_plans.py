@@ -137,7 +137,7 @@ def runs_plainly(role, layout):
 def fastest(device):
     """Seconds of plans of two kinds on 16 devices, however complicated."""
     given = problems("qwen2.5-vl-7b", devices=16)
-    given = {role: replace(one, cluster=Cluster(device, 16, 8)) for role, one in given.items()}
+    given = given.on(Cluster(device, 16, 8))
     tables = {role: candidates(one, SearchSpace()) for role, one in given.items()}
     return [plan.seconds for plan in (colocated_plan(given, tables), *separate_plans(given, tables))]
 
