@@ -13,11 +13,11 @@ No coefficient was fitted to these rows. They are all that these sources list, n
 Left out is what no layout of the planner is (experts divided over tensor ranks, latent attention, state spaces, 4
 bits). What one source says of one configuration changes by up to 1.8 times from release to release.
 
-Rows that are planned too short are those whose host waits. Release 25.09 of ``bridge`` drops tokens, so that it knows
-how many rows every expert gets; 25.11 drops none, in the same configurations, and takes up to twice as long. Before
-26.06, whose kernels are fused and ask no host (NVIDIA, "Boosting MoE training throughput with advanced fusion
-kernels", June 2026), no row that drops none spends less than 7.9 ms on a layer and microbatch, forward and backward,
-however fast its device is and however few its tokens are. Nothing says how long those hosts take, so it is not planned.
+Rows that are planned too short are those of kernels that are not fused and of hosts that wait. Release 25.09 of
+``bridge`` drops tokens, so that its hosts know how many rows every expert gets; 25.11 drops none, in the same
+configurations, and takes up to twice as long. Before 26.06 no row that drops none spends less than 7.9 ms on a layer
+and microbatch, forward and backward, however fast its device is and however few its tokens are. Since then kernels are
+fused and hosts do not wait, on Blackwell. How long hosts took is not published, so it is not planned.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ where they can."""
 _MEASURED_WITH = 4096
 """Tokens of a sequence there."""
 
-_PRECISIONS = {"bf16": "bf16-master", "fp8": "transformer-engine"}
+_MEGATRON = PRECISIONS["bf16-master"]
+_FUSED_FLOAT8, _UNFUSED_FLOAT8 = replace(_MEGATRON, products=1), PRECISIONS["transformer-engine"]
+"""What fp8 costs where casts, activations and copies for experts are fused, and where each is a kernel of its own."""
+
+_FUSED_SINCE = "26.06"
+"""Release of ``bridge`` whose kernels for experts are fused, on Blackwell, and ask no host how many rows there are
+(NVIDIA, "Boosting MoE training throughput with advanced fusion kernels", June 2026)."""
 
 _SENT_ONCE = ("automodel", "bridge", "zoo")
 """Sources whose dispatchers (DeepEP, HybridEP) send a token to each rank once."""
@@ -81,6 +87,7 @@ class PublishedMixture:
         precision: ``"bf16"`` or ``"fp8"``.
         what: the rest of the row in a few words.
         release: of ``bridge``; empty for others.
+        fused: its kernels for experts are.
         drops: experts drop tokens that are too many for them.
         seconds: of a step, as published.
         problem: the row as a planner's problem.
@@ -93,6 +100,7 @@ class PublishedMixture:
     precision: str
     what: str
     release: str
+    fused: bool
     drops: bool
     seconds: float
     problem: RoleProblem
@@ -129,7 +137,8 @@ def _row(row: dict[str, str]) -> PublishedMixture:
     device = named_device(row["device"])
     efficiency = replace(assumed_efficiency(device), attention=attention_share(half.layers[0].head_size))
     cluster = Cluster(device, number["gpus"], device.per_node)
-    precision = PRECISIONS[_PRECISIONS[row["precision"]]]
+    is_fused = row["release"] >= _FUSED_SINCE and device.name in ("b200", "gb200")
+    precision = _MEGATRON if row["precision"] == "bf16" else _FUSED_FLOAT8 if is_fused else _UNFUSED_FLOAT8
     shard: Sharding = "fsdp" if row["shard"] == "fsdp" else "zero1"
     again: Recompute = "full" if row["recompute"] == "full" else "selective"
     again = "none" if row["recompute"] == "none" else again
@@ -141,6 +150,7 @@ def _row(row: dict[str, str]) -> PublishedMixture:
         precision=row["precision"],
         what=f"{number['gpus']} {row['device']}, {layout.describe()}, {number['batch']} in {number['microbatch']}",
         release=row["release"],
+        fused=is_fused,
         drops=row["drops"] == "yes",
         seconds=number["batch"] * number["seq"] / number["gpus"] / float(row["tokens_per_device"]),
         problem=RoleProblem(BACKBONE, half, load, False, cluster, precision, efficiency),
@@ -181,10 +191,10 @@ def main() -> None:
         for row in rows
     ]
     print(table(["source", "model", "precision", "step", "published", "of a layer", "planned"], lines))
-    groups: dict[str, list[PublishedMixture]] = {"no tokens dropped": [], "tokens dropped": []}
+    groups: dict[str, list[PublishedMixture]] = {"no tokens dropped": [], "tokens dropped": [], "fused kernels": []}
     for row in rows:
-        since = [f"bridge {row.release}"] if row.release else []
-        for name in ["tokens dropped"] if row.drops else ["no tokens dropped", row.precision, row.model, *since]:
+        fused = ["fused kernels"] if row.fused else []
+        for name in ["tokens dropped"] if row.drops else ["no tokens dropped", row.precision, row.model, *fused]:
             groups.setdefault(name, []).append(row)
     found = [
         [
