@@ -10,8 +10,14 @@ No coefficient was fitted to these rows. They are all that these sources list, n
 - ``zoo``: yanring/Megatron-MoE-ModelZoo, ``best_practice/qwen3`` at e865051: 750 TFLOP/s, in tokens as of ``bridge``,
   which says both.
 
-Left out is what no layout of the planner is (experts divided over tensor ranks, latent attention, state spaces, dropped
-tokens, 4 bits). What one source says of one configuration changes by up to 1.8 times from release to release.
+Left out is what no layout of the planner is (experts divided over tensor ranks, latent attention, state spaces, 4
+bits). What one source says of one configuration changes by up to 1.8 times from release to release.
+
+Rows that are planned too short are those of kernels that are not fused and of hosts that wait. Release 25.09 of
+``bridge`` drops tokens, so that its hosts know how many rows every expert gets; 25.11 drops none, in the same
+configurations, and takes up to twice as long. Before 26.06 no row that drops none spends less than 7.9 ms on a layer
+and microbatch, forward and backward, however fast its device is and however few its tokens are. Since then kernels are
+fused and hosts do not wait, on Blackwell. How long hosts took is not published, so it is not planned.
 """
 
 from __future__ import annotations
@@ -29,9 +35,11 @@ from benchmarks.report import table
 from flowtrain_lightning.allocator import BACKBONE, PRECISIONS, Cluster, Layout, RoleProblem, named_device
 from flowtrain_lightning.allocator.coefficients import assumed_efficiency
 from flowtrain_lightning.allocator.dimensions import backbone
+from flowtrain_lightning.allocator.flops import FLASH_BACKWARD
+from flowtrain_lightning.allocator.kernels import ATTENTION_RAMP
 from flowtrain_lightning.allocator.role_layout import Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, family_of
-from flowtrain_lightning.allocator.role_time import role_time
+from flowtrain_lightning.allocator.role_time import batches, role_time
 from flowtrain_lightning.allocator.workload import RoleLoad
 
 ROWS = Path(__file__).with_name("published_mixtures.csv")
@@ -49,12 +57,21 @@ MODELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
 }
 """Model -> dimensions (``config.json`` on Hugging Face)."""
 
-CUDNN_ATTENTION = 0.47
-"""Share of the peak that cuDNN's fused attention reaches on an H100, forward and backward together, with causal
-sequences of 4,096 and heads of 128 (arXiv 2407.08608, figures 5 and 6): all these sources take it where they can. On
-Blackwell it is assumed alike."""
+CUDNN_ATTENTION = {64: (408e12, 363e12, 417e12), 128: (609e12, 518e12, 499e12)}
+"""Size of a head -> FLOP/s of cuDNN's fused attention on an H100 with sequences of 4,096: forward, forward where a
+token sees those before it alone, backward (printed in arXiv 2407.08608, figures 5 and 6): all these sources take it
+where they can."""
 
-_PRECISIONS = {"bf16": "bf16-master", "fp8": "transformer-engine"}
+_MEASURED_WITH = 4096
+"""Tokens of a sequence there."""
+
+_MEGATRON = PRECISIONS["bf16-master"]
+_FUSED_FLOAT8, _UNFUSED_FLOAT8 = replace(_MEGATRON, products=1), PRECISIONS["transformer-engine"]
+"""What fp8 costs where casts, activations and copies for experts are fused, and where each is a kernel of its own."""
+
+_FUSED_SINCE = "26.06"
+"""Release of ``bridge`` whose kernels for experts are fused, on Blackwell, and ask no host how many rows there are
+(NVIDIA, "Boosting MoE training throughput with advanced fusion kernels", June 2026)."""
 
 _SENT_ONCE = ("automodel", "bridge", "zoo")
 """Sources whose dispatchers (DeepEP, HybridEP) send a token to each rank once."""
@@ -69,6 +86,9 @@ class PublishedMixture:
         model: a name in `MODELS`.
         precision: ``"bf16"`` or ``"fp8"``.
         what: the rest of the row in a few words.
+        release: of ``bridge``; empty for others.
+        fused: its kernels for experts are.
+        drops: experts drop tokens that are too many for them.
         seconds: of a step, as published.
         problem: the row as a planner's problem.
         family: its layout.
@@ -79,6 +99,9 @@ class PublishedMixture:
     model: str
     precision: str
     what: str
+    release: str
+    fused: bool
+    drops: bool
     seconds: float
     problem: RoleProblem
     family: Family
@@ -88,6 +111,12 @@ class PublishedMixture:
     def error(self) -> float:
         """By how much of the published time the predicted one is longer."""
         return float(role_time(self.problem, self.family, self.chunks).total[0]) / self.seconds - 1
+
+    @property
+    def of_a_layer(self) -> float:
+        """Published seconds of a layer and microbatch, forward and backward, with what a step has beside them."""
+        microbatches = float(batches(self.problem, self.family)[0][0])
+        return self.seconds / microbatches / (self.problem.half.depth / self.family.pipeline)
 
 
 def read_mixtures(path: Path = ROWS) -> list[PublishedMixture]:
@@ -106,9 +135,10 @@ def _row(row: dict[str, str]) -> PublishedMixture:
         np.array([number["seq"]]), number["batch"], budget, 1, forwards=number["batch"] // number["microbatch"]
     )
     device = named_device(row["device"])
-    efficiency = replace(assumed_efficiency(device), attention=CUDNN_ATTENTION)
+    efficiency = replace(assumed_efficiency(device), attention=attention_share(half.layers[0].head_size))
     cluster = Cluster(device, number["gpus"], device.per_node)
-    precision = PRECISIONS[_PRECISIONS[row["precision"]]]
+    is_fused = row["release"] >= _FUSED_SINCE and device.name in ("b200", "gb200")
+    precision = _MEGATRON if row["precision"] == "bf16" else _FUSED_FLOAT8 if is_fused else _UNFUSED_FLOAT8
     shard: Sharding = "fsdp" if row["shard"] == "fsdp" else "zero1"
     again: Recompute = "full" if row["recompute"] == "full" else "selective"
     again = "none" if row["recompute"] == "none" else again
@@ -119,11 +149,24 @@ def _row(row: dict[str, str]) -> PublishedMixture:
         model=row["model"],
         precision=row["precision"],
         what=f"{number['gpus']} {row['device']}, {layout.describe()}, {number['batch']} in {number['microbatch']}",
+        release=row["release"],
+        fused=is_fused,
+        drops=row["drops"] == "yes",
         seconds=number["batch"] * number["seq"] / number["gpus"] / float(row["tokens_per_device"]),
         problem=RoleProblem(BACKBONE, half, load, False, cluster, precision, efficiency),
         family=family_of(layout, again),
         chunks=number["chunks"],
     )
+
+
+def attention_share(head_size: int) -> float:
+    """Share of an H100's peak that cuDNN's causal attention reaches over long sequences, forward and backward together.
+
+    The backward is assumed to be slowed by the mask as the forward is, and Blackwell to reach the same share.
+    """
+    whole, forward, backward = CUDNN_ATTENTION[head_size]
+    rate = (1 + FLASH_BACKWARD) / (1 / forward + FLASH_BACKWARD / (backward * forward / whole))
+    return rate / named_device("h100").peak * (_MEASURED_WITH + ATTENTION_RAMP) / _MEASURED_WITH
 
 
 def median_error(rows: Sequence[PublishedMixture]) -> float:
@@ -136,13 +179,22 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rows = read_mixtures()
     lines = [
-        [row.source, row.model, row.precision, row.what, f"{row.seconds:.2f} s", f"{100 * row.error:+.1f} %"]
+        [
+            f"{row.source} {row.release}{' drops' if row.drops else ''}",
+            row.model,
+            row.precision,
+            row.what,
+            f"{row.seconds:.2f} s",
+            f"{1000 * row.of_a_layer:.1f} ms",
+            f"{100 * row.error:+.1f} %",
+        ]
         for row in rows
     ]
-    print(table(["source", "model", "precision", "step", "published", "planned"], lines))
-    groups = {"all": rows}
+    print(table(["source", "model", "precision", "step", "published", "of a layer", "planned"], lines))
+    groups: dict[str, list[PublishedMixture]] = {"no tokens dropped": [], "tokens dropped": [], "fused kernels": []}
     for row in rows:
-        for name in (row.precision, row.model):
+        fused = ["fused kernels"] if row.fused else []
+        for name in ["tokens dropped"] if row.drops else ["no tokens dropped", row.precision, row.model, *fused]:
             groups.setdefault(name, []).append(row)
     found = [
         [

@@ -25,6 +25,10 @@ AUTOCAST_BYTES = 2
 RMS_NORM_BYTES = 4
 """Bytes of a number in float32, in which eager norms by the root mean square keep their input."""
 
+CHOICE_BYTES = 28
+"""Bytes of one choice of an expert by a token, which layers keep that are computed again: score and number, and what
+sorts tokens by experts."""
+
 USABLE = 0.94
 """Share of the memory that may be planned for; the rest is lost between blocks of torch's caching allocator."""
 
@@ -193,12 +197,16 @@ def activation_bytes(
     inner = part.active_feed_forward
     attention = 2 * part.query_width + 2 * part.key_value_width
     logarithms = 4 * part.heads
+    choices = 0 if part.experts is None else CHOICE_BYTES * part.experts.chosen
     if recompute == "full":
-        return width * part.hidden / ranks.attention
+        return width * part.hidden / ranks.attention + choices
     if recompute == "selective":
-        products = (width * (2 * part.hidden + attention) + logarithms) / ranks.attention
+        products = (width * (2 * part.hidden + attention) + logarithms) / ranks.attention + choices
         unsummed = 2 * part.hidden if ranks.attention > 1 else 0
-        return products + width * unsummed + width * (2 if part.gated else 1) * inner / ranks.feed_forward
+        results = (2 if part.gated else 1) * inner
+        if part.experts is not None:  # of each expert that a token passes: there is no last product of all of them
+            results += (part.experts.chosen - (0 if part.experts.shared else 1)) * part.hidden
+        return products + width * unsummed + width * results / ranks.feed_forward
     rotated = part.query_width + part.key_value_width if part.fused else 0
     activation = (3 if part.gated else 1) * inner
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)

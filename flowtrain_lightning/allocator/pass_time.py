@@ -103,10 +103,10 @@ def _layer_seconds(
     ranks, mine = division(problem.half, part, family.tensor), tokens / family.context
     attention = attention_seconds(part, pairs, mine / ranks.attention, device, share, width)
     casts = _cast_bytes(part) / ranks.feed_forward if problem.precision.multiplied < width else 0.0
-    moved = moving_seconds(
-        mine * (moved_bytes(part, width, ranks, eager=problem.precision.eager) + casts), device, share
-    )
-    start = share.launch * _operations(problem, part, mine, pairs)
+    divided = family.expert > 1
+    bytes_of_token = moved_bytes(part, width, ranks, eager=problem.precision.eager, divided=divided) + casts
+    moved = moving_seconds(mine * bytes_of_token, device, share)
+    start = share.launch * _operations(problem, part, mine, pairs, divided)
     forward = np.maximum(products + adapters + attention + moved, start)
     tensor, context = _exchange(problem, part, family, tokens)
     gathered = tensor / 2  # the other half is scattered, which selective recomputing keeps
@@ -124,9 +124,11 @@ def _layer_seconds(
     return forward, backward, sent
 
 
-def _operations(problem: RoleProblem, part: Layers, tokens: FloatArray, pairs: FloatArray | float) -> FloatArray:
+def _operations(
+    problem: RoleProblem, part: Layers, tokens: FloatArray, pairs: FloatArray | float, divided: bool
+) -> FloatArray:
     """Operations that a layer's forward starts; in float32 attention is one for each sequence."""
-    each = operations(part, eight_bits=problem.precision.multiplied < 2)
+    each = operations(part, eight_bits=problem.precision.multiplied < 2, divided=divided)
     sequences = tokens / np.maximum(1.0, pairs * (1 + part.causal))
     return each + np.maximum(0.0, sequences - 1) * (problem.precision.computing > 2)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 import transformers
@@ -14,8 +16,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionB
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionBlock
 
 from benchmarks.kernel_count import CountKernels
+from flowtrain_lightning.allocator.division import Division
 from flowtrain_lightning.allocator.module_parts import Layers, MixtureOfExperts
-from flowtrain_lightning.allocator.operations import operations
+from flowtrain_lightning.allocator.operations import moved_bytes, operations
+from flowtrain_lightning.parallel.experts.experts import ExpertExchange, compute_chosen, mark_experts, set_exchange
 
 WIDTH, INNER, HEADS, TOKENS = 64, 160, 4, 96
 META = torch.device("meta")
@@ -122,6 +126,45 @@ def test_a_mixture_starts_as_many_more_as_choosing_experts_takes():
     mixture = decoder("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     more = counted(mixture, True)[0] - counted(decoder("qwen3"), True)[0]
     assert operations(experts) - operations(LLAMA) == pytest.approx(more, abs=4)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_rows_of_experts_are_copied_as_often_as_is_counted(tmp_path, divided):
+    module, count, each, tokens = torch.nn.Module(), 8, 4, 512
+    module.weight = torch.nn.Parameter(torch.zeros(count, WIDTH, WIDTH))
+    mark_experts(module, count)
+    hidden, shares = (torch.rand(tokens, size).bfloat16().requires_grad_() for size in (WIDTH, each))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        if divided:
+            set_exchange(module, ExpertExchange(dist.group.WORLD))
+        with CountKernels() as forward:
+            result = compute_chosen(module, hidden, torch.arange(tokens * each).view(-1, each) % count, shares, clone)
+        with CountKernels() as backward:
+            result.backward(torch.ones_like(result))
+    finally:
+        dist.destroy_process_group()
+    row, sent = tokens * each * WIDTH * 2, 4 * divided  # what ranks send each other is no copy
+    part = layers(gated=True, causal=True, experts=MixtureOfExperts(count, each, 32))
+    assert moved(part, divided) == pytest.approx(sum(forward.moved.values()) / row - sent - 2, rel=0.1)
+    assert 2 * moved(part, divided) == pytest.approx(sum(backward.moved.values()) / row - sent, rel=0.1)
+    if divided:
+        more = operations(part, divided=True) - operations(part)
+        assert more == pytest.approx(forward.count.total() - 10, abs=2)
+
+
+def moved(part, divided):
+    """Numbers that copies for experts move for each one of a row, at the rate of one operation."""
+    width, (some, none) = 2, (part, replace(part, experts=MixtureOfExperts(8, 0, 32)))
+    ranks = Division()
+    one, other = (moved_bytes(each, width, ranks, eager=True, divided=divided) for each in (some, none))
+    activation = 3 * width * part.active_feed_forward
+    return (one - other - activation) / (width * part.experts.chosen * part.hidden) * 0.85 / 0.41
+
+
+def clone(rows, ends):
+    """Experts that compute nothing; results are another tensor than rows."""
+    return rows.clone()
 
 
 def test_casts_to_eight_bits_are_one_more_for_each_product():

@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, StepDataset
 from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
+from tests.exactness.compare import read_run
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import SEED
 from tests.exactness.mixture import PlainBalance
 from tests.exactness.modules import KINDS
-from tests.exactness.train import Recorder, gradients_of, weights_of
+from tests.exactness.train import Named, Recorder, gradients_of, weights_of
 from tests.tiny import TinyVLM
 
 
@@ -30,8 +31,13 @@ def train(
     clip: float | None = None,
     kind: str = "tiny",
     module: dict[str, Any] | None = None,
+    follows: str = "",
 ) -> None:
-    """Trains ``STEPS`` steps and writes what a layout's rank writes."""
+    """Trains ``STEPS`` steps and writes what a layout's rank writes.
+
+    With ``follows``, the folder of a run, each step begins with the weights with which that run began it: its gradients
+    can then be compared in every step, whatever an optimizer made of rounding in those before.
+    """
     torch.set_default_dtype({"64-true": torch.float64, "32-true": torch.float32}[precision])
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
     model = KINDS[kind](**(module or {}))
@@ -44,7 +50,10 @@ def train(
     recorder = Recorder()
     recorder.initial = weights_of(model)
     balance = PlainBalance(model)
+    led = [recorder.initial, *read_run(Path(follows)).weights] if follows else []
     for step in range(STEPS):
+        if led:
+            _take(model, led[step])
         model.zero_grad(set_to_none=True)
         loss = _step_loss(model, dataset, step)
         loss.backward()
@@ -57,6 +66,12 @@ def train(
         recorder.losses.append(loss.item())
         recorder.weights.append(weights_of(model))
     recorder.save(folder)
+
+
+def _take(model: TinyVLM, weights: Named) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
 
 
 def _step_loss(model: TinyVLM, dataset: StepDataset, step: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.exactness.compare import Run
+from tests.exactness.compare import Run, error
 from tests.exactness.test_layouts import LIMIT
 from tests.exactness.test_sharded import Case, check_against_plain_loop, run  # noqa: F401
 
@@ -39,14 +39,19 @@ LONG = [
     divided("4+4", GROUPS, {"expert": 4, "shard": "fsdp"}, clip=0.2, data=CUT),
     divided("mixed 2+2", {"expert": 2}, {**ACROSS, "recompute": "selective"}, clip=0.2),
     divided("mixed 2+2", GROUPS, WHOLE, "32-true", clip=0.2, kernel="foreach"),
+    divided("4+4", {"expert": 4}, {"expert": 4, "shard": "fsdp"}, kind="crowded"),
     divided("2+4", {"shard": "fsdp"}, {**WHOLE, "context": 2}, clip=0.2),
     divided("colocated 4", {}, {**ACROSS, "context": 2}, "32-true", clip=0.2),
 ]
-LONG += [
-    divided(layout, {}, {**backbone, "recompute": "full"}, kind=kind, clip=0.2)
-    for kind in ("adapted", "adapted by peft")
-    for layout, backbone in (("1+2", WHOLE), ("colocated 2", ACROSS), ("2+4", GROUPS))
-]
+ADAPTED, ADAPTED_IN_FLOAT32 = (
+    [
+        divided(layout, {}, {**backbone, "recompute": "full"}, precision, kind=kind, clip=0.2)
+        for kind in ("adapted", "adapted by peft")
+        for layout, backbone in (("1+2", WHOLE), ("colocated 2", ACROSS), ("2+4", GROUPS))
+    ]
+    for precision in LIMIT
+)
+LONG += ADAPTED
 LONG += [
     divided(layout, encoder, backbone, precision, kept, kind=kind)
     for precision in LIMIT
@@ -68,3 +73,16 @@ CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
 @pytest.mark.parametrize("case", CASES)
 def test_training_on_divided_experts_is_that_of_the_plain_loop(run: Callable[..., Run], case: Case):  # noqa: F811
     check_against_plain_loop(run, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ADAPTED_IN_FLOAT32, ids=str)
+def test_adapters_of_divided_experts_get_gradients_in_float32_of_the_plain_loop(run: Callable[..., Run], case: Case):  # noqa: F811
+    """In every step, at the weights with which the run began it: AdamW makes steps of rounding, which add up."""
+    found = run(case)
+    expected = run(case, reference=True, follows=True)
+    assert error(found.initial, expected.initial) == 0.0
+    limit = LIMIT[case.precision]
+    assert found.losses == pytest.approx(expected.losses, rel=limit)
+    errors = [error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)]
+    assert max(errors) <= limit, errors

@@ -123,7 +123,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
 
 def runs_in(folder: Path) -> Callable[..., Run]:
-    """Runs a layout, or the reference, once, on the steps in the folder ``data`` of this one."""
+    """Runs a layout, or the reference, once, on the steps in the folder ``data`` of this one.
+
+    A reference that ``follows`` begins each step with the weights with which the layout began it.
+    """
 
     @cache
     def by_name(name: str) -> Run:
@@ -134,7 +137,7 @@ def runs_in(folder: Path) -> Callable[..., Run]:
 
     jobs: dict[str, tuple[str, int, dict[str, Any]]] = {}
 
-    def run(case: Case, *, reference: bool = False) -> Run:
+    def run(case: Case, *, reference: bool = False, follows: bool = False) -> Run:
         arguments: dict[str, Any] = {
             "data": str(folder / "data"),
             "kind": case.kind,
@@ -142,11 +145,13 @@ def runs_in(folder: Path) -> Callable[..., Run]:
             "clip": case.clip,
             "module": case.module,
         }
+        name = str(case).replace(":", "").replace("; ", " ").replace(", ", " ")
         if reference:
-            name = f"plain {case.kind} {case.precision} {case.clip} {case.freeze}"
+            of_case = f"behind {name}" if follows else f"{case.kind} {case.precision} {case.clip} {case.freeze}"
+            arguments |= {"follows": str(folder / name)} if follows else {}
+            name = f"plain {of_case}"
             jobs[name] = "tests.exactness.reference:train", 1, arguments
         else:
-            name = str(case).replace(":", "").replace("; ", " ").replace(", ", " ")
             strategy = {**case.strategy, "roles": case.roles}
             arguments |= {"layout": case.layout, "strategy": strategy, "settings": case.data, "kernel": case.kernel}
             jobs[name] = "tests.exactness.train:train", ranks_of(case.layout), arguments

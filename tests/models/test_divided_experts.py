@@ -177,6 +177,24 @@ def test_a_checkpoint_goes_on_in_another_layout(trained, first, then):
     assert_equal(replace(found, initial=unbroken.initial), _from_middle(unbroken))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("1+2", ACROSS), ("colocated 1",)),
+        (("auto",), ("1+4", GROUPS)),
+        (("1+2", WHOLE), ("colocated 4", {"expert": 4, "shard": "fsdp"})),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_their_adapters_goes_on_in_another_layout(trained, first, then):
+    pytest.importorskip("peft")
+    saved = trained(*first, adapters=OF_EXPERTS, saves_after=MIDDLE) / "middle.ckpt"
+    found = read_run(trained(*then, adapters=OF_EXPERTS, resumes=str(saved)))
+    unbroken = read_run(trained("auto", adapters=OF_EXPERTS))
+    assert_equal(replace(found, initial=unbroken.initial), _from_middle(unbroken))
+
+
 def _from_middle(run: Run) -> Run:
     return replace(run, losses=run.losses[MIDDLE:], gradients=run.gradients[MIDDLE:])
 
@@ -200,3 +218,26 @@ def test_a_checkpoint_becomes_a_folder_of_hugging_face_with_all_experts(trained,
     assert weights.keys() == {f"model.{name}" for name in again}
     for name, weight in weights.items():
         torch.testing.assert_close(again[name.removeprefix("model.")], weight, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_their_adapters_becomes_a_folder_of_peft(trained, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = trained("1+2", ACROSS, adapters=OF_EXPERTS)
+    module = FAMILIES[QWEN].kind.load_from_checkpoint(folder / "last.ckpt")
+    module.save_pretrained(tmp_path)
+    weights = read_run(folder).weights[-1]
+    base = type(module.model)(type(module.model.config)(**module.model.config.to_dict())).double()
+    plain = {name.removeprefix("model.").replace(".base_layer", ""): weight for name, weight in weights.items()}
+    base.load_state_dict({name: plain[name] for name in base.state_dict() if name in plain}, strict=False)
+    opened = peft.PeftModel.from_pretrained(base, tmp_path)
+    found = {name.removeprefix("base_model.model."): weight for name, weight in opened.named_parameters()}
+    adapted = {name.removeprefix("model."): weight for name, weight in weights.items() if ".lora_" in name}
+    assert any(".experts." in name for name in adapted)
+    assert {name for name in found if ".lora_" in name} == adapted.keys()
+    for name, weight in adapted.items():
+        torch.testing.assert_close(found[name].double(), weight, rtol=1e-6, atol=1e-8)
+    merged = opened.merge_and_unload()
+    for name, weight in merged.named_parameters():
+        change = weight - plain[name]
+        assert bool(change.any()) == ("experts" in name or "q_proj.weight" in name or "v_proj.weight" in name), name

@@ -7,7 +7,8 @@ the results are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -241,18 +242,36 @@ class ExpertExchange:
 
         Returns:
             ``[rows, width]``.
+
+        Raises:
+            torch.OutOfMemoryError: on the device, which says how many rows came.
         """
         counts = ends.diff(prepend=ends.new_zeros(1)).view(self._ranks, -1)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self._group)
         sent, received = torch.stack([counts.sum(dim=1), theirs.sum(dim=1)]).tolist()
-        came = traded(rows, sent, received, self._group)  # by rank, then by expert
         own = torch.arange(theirs.shape[1], device=rows.device).repeat(self._ranks)
         order = own.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
         of_experts = theirs.sum(dim=0)
         if torch.is_grad_enabled():
             self._rows = of_experts if self._rows is None else self._rows + of_experts
-        results = compute(came.index_select(0, order), of_experts.cumsum(dim=0).int())
-        returned = traded(results.index_select(0, order.argsort()), received, sent, self._group)
+        with _saying_how_full(sum(sent), sum(received)):
+            came = traded(rows, sent, received, self._group)  # by rank, then by expert
+            results = compute(came.index_select(0, order), of_experts.cumsum(dim=0).int())
+            returned = traded(results.index_select(0, order.argsort()), received, sent, self._group)
         self._dropped += len(rows) - len(returned)
         return returned
+
+
+@contextmanager
+def _saying_how_full(sent: int, received: int) -> Iterator[None]:
+    """Inside, an error of memory says how many rows a rank's experts got, beside those that it sent to all."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"This rank's experts of a layer ran out of memory: {received:,} rows chose them, where the rank sent "
+            f"{sent:,} rows to all experts, about as many as each rank gets if experts are equally full. None is "
+            "dropped. Keep experts equally full (flow.Experts(balance=...)), or take a smaller token_budget, "
+            f"recompute, or more expert ranks. {error}"
+        ) from error

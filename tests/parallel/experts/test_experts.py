@@ -131,6 +131,18 @@ def test_layers_whose_experts_are_divided_compute_the_same_when_they_are_compile
     assert all(gradient is None or gradient.equal(expected[0][name]) for name, gradient in found[0].items())
 
 
+def test_experts_without_memory_for_all_that_chose_them_say_how_many_did(tmp_path):
+    def without_memory(rows, ends):
+        raise torch.OutOfMemoryError("Tried to allocate 9 GiB.")
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory: 3 rows chose them, .* sent 3 rows.* 9 GiB"):
+            ExpertExchange(dist.group.WORLD)(torch.ones(3, 2), torch.tensor([3, 3], dtype=torch.int32), without_memory)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_class_without_a_method_to_compute_says_what_is_missing():
     class Nothing(flow.Experts):
         pass
