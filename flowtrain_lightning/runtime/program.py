@@ -178,7 +178,7 @@ class StepProgram:
         reading = [each for each in self.roles.values() if each.reads]
         # What is read of a role that reads is answered between its forward and its backward.
         at_position: list[list[Work]] = [[] for _ in range(self.positions)]
-        for passes in ("forward", "both", "backward"):
+        for passes in ("forward", "both", "backward", "weights"):
             for each in reading:
                 for work in works[each.role]:
                     if passes == (work.kind if each.makes else "both"):

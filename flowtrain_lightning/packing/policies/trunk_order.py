@@ -47,11 +47,16 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
     """
     count = len(plan.microbatches[0])
     if members.stages > 1:
-        of_stage = stage_order(count, members.pipeline, stage)
-        counted = (each for each in of_stage if each.chunk == 0 and each.kind != "weights")
-        return _with_answers((each.kind, each.position) for each in counted)
+        return order_of_stage(count, members.pipeline, stage)
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
     return _with_answers(in_order(count, read, most_open(members)))
+
+
+def order_of_stage(positions: int, pipeline: StageSchedule, stage: int = 0) -> TrunkOrder:
+    """The order of a stage as encoders see it, see `trunk_order`."""
+    of_stage = stage_order(positions, pipeline, stage)
+    counted = (each for each in of_stage if each.chunk == 0 and each.kind != "weights")
+    return _with_answers((each.kind, each.position) for each in counted)
 
 
 def stage_order(positions: int, pipeline: StageSchedule, stage: int) -> tuple[ChunkPass, ...]:
@@ -73,10 +78,8 @@ def stage_order(positions: int, pipeline: StageSchedule, stage: int) -> tuple[Ch
     return tuple(ChunkPass(kind, 0, position) for kind, position in found)
 
 
-def most_open(members: StepMembers, stage: int = 0) -> int:
-    """Microbatches of a member of the trunk that may be open, in a stage, or where a role behind it reads them."""
-    if members.stages > 1:
-        return members.stages - stage
+def most_open(members: StepMembers) -> int:
+    """Microbatches of a member of the trunk that may be open where a role behind it reads them."""
     shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
     return 1 if shared else MOST_OPEN
 

@@ -87,8 +87,8 @@ def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedul
         several = f", with {virtual} runs of layers each" if virtual > 1 else ""
         raise ValueError(
             f"The {role} has pipeline {pipeline.stages}{several}, but {len(blocks)} repeated blocks: classes with "
-            f"weights that a list of modules holds several times. Set pipeline to {max(len(blocks) // virtual, 1)} or less, or put "
-            "its layers into one nn.ModuleList."
+            f"weights that a list of modules holds several times. Set pipeline to {max(len(blocks) // virtual, 1)} or "
+            "less, or put its layers into one nn.ModuleList."
         )
     bounds = [len(blocks) * each // count for each in range(count + 1)]
     chunks = [range(*bounds[each : each + 2]) for each in range(count)]
