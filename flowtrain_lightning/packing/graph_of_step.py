@@ -160,12 +160,10 @@ def _at_positions(reading: dict[str, _Lane], rules: StepRules) -> list[list[int]
     """The works of a rank's roles that read, by position: what is read of one is answered before its backward."""
     at: list[list[int]] = [[] for _ in range(max((len(lane.batches) for lane in reading.values()), default=0))]
     for lane in (lane for role, lane in reading.items() if role in rules.stages):
-        latest, until = 0, dict[int, int]()  # a backward goes behind the last forward before it, weights with it
+        latest = 0  # what is no forward goes behind the last one before it
         for (kind, number), work in zip(lane.order, lane.works(lane.order), strict=True):
             latest = number if kind == "forward" else latest
-            if kind != "weights":
-                until[number] = latest
-            at[until[number]].append(work)
+            at[latest].append(work)
         return at
     for passes in ("forward", "both", "backward"):
         for role, lane in reading.items():

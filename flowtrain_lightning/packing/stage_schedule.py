@@ -51,3 +51,7 @@ class StageSchedule(NamedTuple):
         """The stage that has the chunk of a number."""
         chunk, within = divmod(number, self.stages)
         return self.stages - 1 - within if self.schedule == "zb-v" and chunk % 2 else within
+
+
+ONE_STAGE = StageSchedule()
+"""All layers in one place."""

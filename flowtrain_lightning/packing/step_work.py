@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flowtrain_lightning.packing.role_graph import Edge
 from flowtrain_lightning.packing.stage_entries import chunk_names, stage_name
-from flowtrain_lightning.packing.stage_schedule import StageSchedule
+from flowtrain_lightning.packing.stage_schedule import ONE_STAGE, StageSchedule
 from flowtrain_lightning.packing.step_graph import BatchOf, Meeting, any_binds
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
@@ -87,7 +87,7 @@ def step_work(
     plan: StepPlan,
     seconds: Mapping[str, Callable[[IntArray], PassTimes]],
     recomputed: Mapping[str, Sequence[Collection[int]]] | None = None,
-    pipeline: StageSchedule = StageSchedule(),
+    pipeline: StageSchedule = ONE_STAGE,
     on_the_way: Callable[[IntArray], float] = lambda lengths: 0.0,
 ) -> StepWork:
     """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
@@ -188,7 +188,7 @@ class StepRules:
     edges: Sequence[Edge]
     in_flight: Mapping[str, int] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)
-    pipeline: StageSchedule = field(default_factory=StageSchedule)
+    pipeline: StageSchedule = ONE_STAGE
     meets: Mapping[str, Meeting] = field(default_factory=dict)
     producers_first: bool = False
     steps_ahead: int = 0

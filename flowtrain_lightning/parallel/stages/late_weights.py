@@ -82,7 +82,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, late: LateWeights, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         ctx.late, ctx.bias_type = late, None if bias is None else bias.dtype
-        ctx.save_for_backward(inputs, weight)
+        ctx.weight = weight  # what is saved may come back as a copy, which leads to no weight: of layers computed again
+        ctx.save_for_backward(inputs)
         kind = inputs.dtype
         with torch.autocast(inputs.device.type, enabled=False):
             return functional.linear(inputs, weight.to(kind), None if bias is None else bias.to(kind))
@@ -90,7 +91,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-        inputs, weight = ctx.saved_tensors
+        (inputs,), weight = ctx.saved_tensors, ctx.weight
         rows = gradient.reshape(-1, gradient.shape[-1])
         given = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = rows.sum(0).to(ctx.bias_type) if ctx.needs_input_grad[3] else None
