@@ -136,7 +136,8 @@ class Allocation:
             meets=self.meets,
             producers_per_rank=max(works.values()),
             stages=self.layouts[self.trunk].pipeline,
-            virtual=self.layouts[self.trunk].virtual,
+            virtual=self.layouts[self.trunk].stages.chunks,
+            schedule=self.layouts[self.trunk].schedule,
             slices=self.layouts[self.trunk].context,
         )
 

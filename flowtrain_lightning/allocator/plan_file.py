@@ -66,7 +66,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         replicas = {"replicas": layout.replicas} if layout.replicas > 1 else {}
         experts = {"expert": layout.expert} if layout.expert > 1 else {}
         virtual = {"virtual": layout.virtual} if layout.virtual > 1 else {}
-        shared = {**degrees, **virtual, **experts, "shard": layout.shard, **replicas}
+        schedule = {"schedule": layout.schedule} if layout.schedule != "1f1b" else {}
+        shared = {**degrees, **virtual, **schedule, **experts, "shard": layout.shard, **replicas}
         roles[role] = {"layout": shared, "ranks": number_spans(allocation.ranks[role])}
         if role in allocation.recompute:
             roles[role]["recompute"] = allocation.recompute[role]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flowtrain_lightning.packing.setting_values import check_settings
+from flowtrain_lightning.packing.stage_schedule import Schedule, StageSchedule
 from flowtrain_lightning.packing.step_graph import Meeting
 
 Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
@@ -49,9 +50,11 @@ class Layout:
             within a group, and every group holds all of them (HSDP); 1 shards over all.
         expert: neighbouring data ranks among which the experts of a mixture are divided.
         virtual: runs of layers that each stage of a pipeline holds, interleaved with those of the others.
+        schedule: in which order the stages of a pipeline work; ``"zb-h1"`` and ``"zb-v"`` make the gradients of
+            weights when a stage would wait. With ``"zb-v"`` each holds two runs of layers, the first one both ends.
 
     Raises:
-        AllocationError: a degree below 1, an unknown ``shard``, or groups of unequal size.
+        AllocationError: a degree below 1, an unknown ``shard`` or ``schedule``, or groups of unequal size.
     """
 
     data: int = 1
@@ -62,6 +65,7 @@ class Layout:
     replicas: int = 1
     expert: int = 1
     virtual: int = 1
+    schedule: Schedule = "1f1b"
 
     def __post_init__(self) -> None:
         for name, degree in {**self.degrees, "expert": self.expert, "virtual": self.virtual}.items():
@@ -72,6 +76,7 @@ class Layout:
                 f"A layout has virtual {self.virtual}, but pipeline 1: the stages of a pipeline hold several runs of "
                 "layers each. Set pipeline to 2 or more, or leave virtual out."
             )
+        self._refuse_bad_schedule()
         if self.shard not in get_args(Sharding):
             known = ", ".join(repr(name) for name in get_args(Sharding))
             raise AllocationError(f"A layout cannot shard by {self.shard!r}; known are {known}.")
@@ -95,6 +100,26 @@ class Layout:
                 f"A layout has {self.data} data ranks in {self.replicas} replicas, and {self.expert} ranks that divide "
                 f"experts; the expert degree must divide the {self.data // self.replicas} ranks of a replica."
             )
+
+    def _refuse_bad_schedule(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            known = ", ".join(repr(name) for name in get_args(Schedule))
+            raise AllocationError(f"A layout cannot have the schedule {self.schedule!r}; known are {known}.")
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            raise AllocationError(
+                f"A layout has the schedule {self.schedule!r}, but pipeline 1: it is an order of stages. Set pipeline "
+                "to 2 or more, or leave schedule out."
+            )
+        if self.schedule != "1f1b" and self.virtual > 1:
+            raise AllocationError(
+                f"A layout has the schedule {self.schedule!r} and virtual {self.virtual}: runs of layers are "
+                "interleaved in 1F1B only. Leave one of them out; 'zb-v' gives each stage two runs by itself."
+            )
+
+    @property
+    def stages(self) -> StageSchedule:
+        """The stages of its pipeline, and how they work."""
+        return StageSchedule(self.pipeline, 2 if self.schedule == "zb-v" else self.virtual, self.schedule)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -173,7 +198,8 @@ class Layout:
         replicas = [f"{self.replicas} replicas"] if self.replicas > 1 else []
         experts = [f"expert {self.expert}"] if self.expert > 1 else []
         virtual = [f"virtual {self.virtual}"] if self.virtual > 1 else []
-        return ", ".join([*degrees, *virtual, *experts, self.shard, *replicas])
+        schedule = [self.schedule] if self.schedule != "1f1b" else []
+        return ", ".join([*degrees, *virtual, *schedule, *experts, self.shard, *replicas])
 
 
 @dataclass(frozen=True)
@@ -189,6 +215,7 @@ class RoleLayout:
         context: ranks that share every sequence, see `Layout`.
         expert: data ranks among which a mixture's experts are divided, see `Layout`.
         virtual: runs of layers of each stage, see `Layout`.
+        schedule: in which order stages work, see `Layout`.
         offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
             only with DeepSpeed.
 
@@ -204,6 +231,7 @@ class RoleLayout:
     context: int = 1
     expert: int = 1
     virtual: int = 1
+    schedule: Schedule = "1f1b"
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
@@ -232,6 +260,7 @@ class RoleLayout:
             replicas=self.replicas,
             expert=self.expert,
             virtual=self.virtual,
+            schedule=self.schedule,
         )
 
 

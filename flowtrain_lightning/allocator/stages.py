@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.module_parts import Layers, Part
+from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
 
@@ -32,23 +36,43 @@ def half_of_stage(half: Half, stage: int, stages: int) -> Half:
     return replace(half, parts=tuple(part for part in found if part is not None))
 
 
-def stage_of_problem(problem: RoleProblem, family: Family, stage: int, forwards: int) -> tuple[RoleProblem, Family]:
-    """The stage as a role of its own on the same devices, and the layout of its ranks.
+def stage_of_problem(
+    problem: RoleProblem, family: Family, stage: int, stages: int, forwards: int
+) -> tuple[RoleProblem, Family]:
+    """The stage, or a run of layers of it, as a role of its own on the same devices, and the layout of its ranks.
 
     Args:
         problem: of the role.
         family: its layout.
         stage: which one.
+        stages: that divide the layers evenly.
         forwards: microbatches of all replicas in a step, as many as they are of the role in its layout.
     """
-    before = (half_of_stage(problem.half, each, family.pipeline) for each in range(stage))
+    before = (half_of_stage(problem.half, each, stages) for each in range(stage))
     own = replace(
         problem,
-        half=half_of_stage(problem.half, stage, family.pipeline),
+        half=half_of_stage(problem.half, stage, stages),
         load=replace(problem.load, forwards=forwards),
         receives_gradient=problem.receives_gradient or any(each.trains for each in before),
     )
     return own, replace(family, pipeline=1)
+
+
+def weights_seconds(
+    problem: RoleProblem, family: Family, once: PassTime, tokens: FloatArray, pairs: Sequence[FloatArray]
+) -> FloatArray:
+    """Seconds of the backwards of microbatches that are for the gradients of weights alone.
+
+    Args:
+        problem: of a stage.
+        family: its layout.
+        once: what its passes take.
+        tokens: ``[microbatches]`` of each.
+        pairs: for every part with layers the ``[microbatches]`` attended pairs of a mean token.
+    """
+    frozen = replace(problem.half, parts=tuple(replace(part, trainable=False) for part in problem.half.parts))
+    through = pass_time(replace(problem, half=frozen, receives_gradient=True), family, tokens, pairs)
+    return np.maximum(once.backward - through.backward, 0.0)
 
 
 def seconds_between_stages(problem: RoleProblem, family: Family, tokens: FloatArray) -> FloatArray:

@@ -28,6 +28,7 @@ from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.ranks.random_streams import enter_stream
+from flowtrain_lightning.parallel.stages.late_weights import LateWeight, LateWeights
 
 _COPY_STREAMS = 4
 _NOTHING = nullcontext()
@@ -298,6 +299,7 @@ class Compute:
         gradients: tuple[Tensor | None, ...],
         *,
         last: bool,
+        left: list[LateWeight] | None = None,
     ) -> None:
         """Backward of the outputs that have a gradient.
 
@@ -308,6 +310,7 @@ class Compute:
             outputs: with their graph.
             gradients: of each; None where it took no part in the loss.
             last: it is the step's last backward through this half on this rank.
+            left: takes the gradients of weights that are left for `weights`; None: all are made.
         """
         engine, kind = self._engines[role], self.device.type
         reached: list[Tensor] = []
@@ -323,8 +326,20 @@ class Compute:
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
         if role in self._keeps_casts:
             self._casts.keep_in_backward(reached)
-        with engine.backward(last=last), torch.autocast(kind, enabled=False) if is_on else _NOTHING:
+        late = _NOTHING if left is None or self._stage is None else self._stage.leaving(left)
+        with engine.backward(last=last), late, torch.autocast(kind, enabled=False) if is_on else _NOTHING:
             torch.autograd.backward(reached, given)
+
+    def weights(self, role: str, left: list[LateWeight], *, last: bool) -> None:
+        """The gradients of weights that a backward has left.
+
+        Args:
+            role: whose half it is.
+            left: by the backward.
+            last: it is the step's last work on this half on this rank.
+        """
+        with self._engines[role].backward(last=last):
+            LateWeights.finish(left)
 
     def send_gradients(self, role: str) -> None:
         """Begins to sum the gradients of a half that has no backward left in the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.parallel.context_parallel import HeadExchange, shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.halves import HeldStage
+from flowtrain_lightning.parallel.stages.late_weights import LateWeight
 from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 
@@ -65,6 +67,11 @@ class StageStep:
     def ends_in(self, chunk: int) -> bool:
         """Whether these blocks of the stage are the last ones, behind which the loss is computed."""
         return self._forward.cut.ends_in(chunk)
+
+    def leaving(self, left: list[LateWeight]) -> AbstractContextManager[None]:
+        """Inside, a backward leaves the gradients of weights."""
+        assert self._forward.late is not None, "its schedule splits backwards"
+        return self._forward.late.left_in(left)
 
     def on_trial(self, batch: PackedBatch, features: Features, chunk: int) -> tuple[Tensor, Any]:
         """A piece of a microbatch by itself, for `ContextCheck`: context ranks share it, or each computes all of it.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from flowtrain_lightning.packing.policies.forwards_first import forwards_first
 from flowtrain_lightning.packing.policies.member_orders import joint_order
 from flowtrain_lightning.packing.policies.taking_turns import Due, taking_turns
-from flowtrain_lightning.packing.policies.trunk_order import in_order
-from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
+from flowtrain_lightning.packing.policies.trunk_order import in_order, order_of_stage, stage_order
+from flowtrain_lightning.packing.step_graph import BatchOf, Kind, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_plan import Turn
 from flowtrain_lightning.packing.step_work import StepRules, StepWork, TimedBatch
 
@@ -49,15 +49,15 @@ def graph_of_step(work: StepWork, rules: StepRules) -> TimedGraph:
     seconds: list[float] = []
     for (role, member), lane in lanes.items():
         for kind, number in lane.order:
-            lane.numbers[kind == "backward"][number] = len(works)
+            lane.numbers[kind][number] = len(works)
             works.append(Work(BatchOf(role, member, number), kind))
             seconds.append(lane.seconds(kind, number))
     needs: list[list[int]] = [[] for _ in works]
     for lane in lanes.values():
-        forwards, backwards = lane.numbers
+        forwards, backwards = lane.numbers["forward"], lane.numbers["backward"]
         for number, batch in enumerate(lane.batches):
             for role, member, read_as in batch.readers:
-                reading, giving_back = lanes[role, member].numbers
+                reading, giving_back = (lanes[role, member].numbers[kind] for kind in ("forward", "backward"))
                 answer = giving_back.get(read_as, reading[read_as])
                 links = [(reading[read_as], forwards[number])]
                 links += [(backwards[number], answer)] if number in backwards else []
@@ -85,12 +85,12 @@ class _Lane(NamedTuple):
     Attributes:
         batches: of the member.
         order: of its passes.
-        numbers: of the works: of the forward of each batch, and of its backward, if it has one.
+        numbers: of the works: by kind, of each batch that has one.
     """
 
     batches: Sequence[TimedBatch]
     order: list[Pass]
-    numbers: tuple[dict[int, int], dict[int, int]]
+    numbers: dict[Kind, dict[int, int]]
 
     @classmethod
     def of(cls, batches: Sequence[TimedBatch], rules: StepRules, role: str, read: Collection[int]) -> _Lane:
@@ -102,19 +102,30 @@ class _Lane(NamedTuple):
             order = forwards_first(range(len(batches)), rules.in_flight.get(role, len(batches)), keeps_nothing)
         else:  # what nobody reads waits for nobody else: its backward comes at once; but that of a stage
             closing = [number for number, batch in enumerate(batches) if batch.closes]
-            every = range(len(batches) - len(closing))
-            in_turn = in_order(len(every), every, rules.in_flight.get(role, 1))
-            order = [*in_turn, *(("forward", number) for number in closing)]
-        return cls(batches, [(kind, n) for kind, n in order if kind == "forward" or n in has_backward], ({}, {}))
+            count = len(batches) - len(closing)
+            order = [*_passes(count, rules, role), *(("forward", number) for number in closing)]
+        kept = [(kind, n) for kind, n in order if kind == "forward" or n in has_backward]
+        return cls(batches, kept, {"forward": {}, "backward": {}, "weights": {}})
 
     def seconds(self, kind: str, number: int) -> float:
         batch = self.batches[number]
         if kind == "forward":
             return batch.forward
-        return batch.backward + (batch.forward if batch.recomputed else 0.0)
+        if kind == "weights":
+            return batch.weights
+        return batch.backward - batch.weights + (batch.forward if batch.recomputed else 0.0)
 
     def works(self, order: Iterable[Pass]) -> list[int]:
-        return [self.numbers[kind == "backward"][number] for kind, number in order]
+        return [self.numbers[kind][number] for kind, number in order]
+
+
+def _passes(count: int, rules: StepRules, role: str) -> Iterable[Pass]:
+    """Of a member that only reads, or of its stage."""
+    if role not in rules.stages:
+        return in_order(count, range(count), rules.in_flight.get(role, 1))
+    positions = count // rules.pipeline.chunks
+    of_stage = stage_order(positions, rules.pipeline, rules.stages[role])
+    return [(each.kind, each.chunk * positions + each.position) for each in of_stage]
 
 
 _Member = tuple[str, int]
@@ -142,12 +153,18 @@ def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) 
     trained = {role: lane for (role, _), lane in producers.items() if any(b.backward > 0 for b in lane.batches)}
     frozen = [work for (role, _), lane in producers.items() if role not in trained for work in lane.works(lane.order)]
     reading = {role: lanes[role, member] for role, member in members if rules.reads(role)}
-    yield [*frozen, *taking_turns(_in_turns(trained, rules), _at_positions(reading, rules))]
+    yield [*frozen, *taking_turns(_in_turns(trained, lanes, rules), _at_positions(reading, rules))]
 
 
 def _at_positions(reading: dict[str, _Lane], rules: StepRules) -> list[list[int]]:
     """The works of a rank's roles that read, by position: what is read of one is answered before its backward."""
     at: list[list[int]] = [[] for _ in range(max((len(lane.batches) for lane in reading.values()), default=0))]
+    for lane in (lane for role, lane in reading.items() if role in rules.stages):
+        latest = 0  # what is no forward goes behind the last one before it
+        for (kind, number), work in zip(lane.order, lane.works(lane.order), strict=True):
+            latest = number if kind == "forward" else latest
+            at[latest].append(work)
+        return at
     for passes in ("forward", "both", "backward"):
         for role, lane in reading.items():
             for (kind, number), work in zip(lane.order, lane.works(lane.order), strict=True):
@@ -156,10 +173,13 @@ def _at_positions(reading: dict[str, _Lane], rules: StepRules) -> list[list[int]
     return at
 
 
-def _in_turns(producers: dict[str, _Lane], rules: StepRules) -> list[tuple[Due, int]]:
+def _in_turns(producers: dict[str, _Lane], lanes: _Lanes, rules: StepRules) -> list[tuple[Due, int]]:
     """The passes of what a rank makes for others, in the one order that all of its roles have, and their works."""
     turns = {role: [batch.turn for batch in lane.batches] for role, lane in producers.items()}
     until = {role: [batch.read_until for batch in lane.batches] for role, lane in producers.items()}
+    for of_stage in [lane.batches for (role, _), lane in lanes.items() if role in rules.stages][:1]:
+        order = order_of_stage(sum(not batch.closes for batch in of_stage), rules.pipeline)
+        until = {role: [order.answered_after(position) for position in own] for role, own in until.items()}
     kept = max(1, min((rules.in_flight.get(role, len(own)) for role, own in turns.items()), default=1))
     found = []
     for role, (kind, number) in joint_order(turns, kept, until).passes:
@@ -174,10 +194,14 @@ def _wait_for_all(needs: list[list[int]], lanes: _Lanes, rules: StepRules) -> No
     for producer, consumer, _ in rules.edges:
         if rules.reads(producer):
             continue  # it goes on once those that read it have answered
-        last = [max(lane.numbers[0].values()) for (role, _), lane in lanes.items() if role == producer and lane.batches]
+        last = [
+            max(lane.numbers["forward"].values())
+            for (role, _), lane in lanes.items()
+            if role == producer and lane.batches
+        ]
         for (role, _), lane in lanes.items():
             if role == consumer and lane.batches:
-                needs[lane.numbers[0][0]] += last
+                needs[lane.numbers["forward"][0]] += last
 
 
 def _meetings(lanes: _Lanes, work: StepWork, rules: StepRules) -> Iterator[list[int]]:
@@ -187,9 +211,9 @@ def _meetings(lanes: _Lanes, work: StepWork, rules: StepRules) -> Iterator[list[
     """
     for role, (_, size, _) in rules.meets.items():
         of_role = work.get(role, ()) if rules.reads(role) or not rules.produces(role) else ()
-        in_stages = not rules.produces(role) and rules.in_flight.get(role, 1) > 1
+        kinds: tuple[Kind, ...] = ("forward", "backward") if role in rules.stages else ("forward",)
         for first in range(0, len(of_role), size) if size > 1 else ():
-            for kind in range(2 if in_stages else 1):
+            for kind in kinds:
                 at: dict[Turn, list[int]] = {}
                 for member in range(first, min(first + size, len(of_role))):
                     for number, work_of_batch in lanes[role, member].numbers[kind].items():

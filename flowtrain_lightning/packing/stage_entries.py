@@ -5,6 +5,7 @@ Where context ranks share sequences, each hands on the rows of its tokens to the
 
 from __future__ import annotations
 
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_plan import StepPlan
 
 HIDDEN = "hidden states"
@@ -19,6 +20,13 @@ def stage_name(role: str, stage: int) -> str:
 def stage_names(role: str, stages: int) -> tuple[str, ...]:
     """The names of all stages of a role, the first one first; none where it has one only."""
     return tuple(stage_name(role, stage) for stage in range(stages if stages > 1 else 0))
+
+
+def chunk_names(role: str, pipeline: StageSchedule) -> tuple[str, ...]:
+    """The names of all runs of layers of a role, in order; of stages with one run each, those of the stages."""
+    if pipeline.chunks == 1:
+        return stage_names(role, pipeline.stages)
+    return tuple(f"{role} layers {number}" for number in range(pipeline.count))
 
 
 def slice_name(role: str, stage: int) -> str:

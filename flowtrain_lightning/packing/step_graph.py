@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward"]
-"""What is done with a batch."""
+Kind = Literal["forward", "backward", "weights"]
+"""What is done with a batch. Gradients of weights are a work of their own where a backward leaves them for later."""
 
 Pass = tuple[Kind, int]
-"""A forward or a backward of a member's batch of this number."""
+"""What is done with a member's batch of this number."""
 
 
 class Meeting(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowtrain_lightning.packing.role_graph import ROLES, RoleGraph, graph_of
+from flowtrain_lightning.packing.stage_schedule import Schedule, StageSchedule
 from flowtrain_lightning.packing.step_graph import Meeting, any_binds
 
 TWO_ROLES = graph_of(ROLES)
@@ -28,6 +29,7 @@ class StepMembers:
         producers_per_rank: for how many roles that encode a rank works at most.
         stages: how many stages the trunk has, each of some of its layers.
         virtual: runs of layers that each stage has.
+        schedule: in which order stages work.
         slices: how many ranks of a member of the trunk have some of its tokens each (context ranks).
     """
 
@@ -40,6 +42,7 @@ class StepMembers:
     producers_per_rank: int = 1
     stages: int = 1
     virtual: int = 1
+    schedule: Schedule = "1f1b"
     slices: int = 1
 
     @property
@@ -56,6 +59,11 @@ class StepMembers:
     def behind(self) -> tuple[str, ...]:
         """The roles that read rows of the trunk's outputs."""
         return self.graph.behind
+
+    @property
+    def pipeline(self) -> StageSchedule:
+        """The stages of the trunk, and how they work."""
+        return StageSchedule(self.stages, self.virtual, self.schedule)
 
     @property
     def in_fixed_order(self) -> bool:

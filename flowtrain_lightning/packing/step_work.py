@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.role_graph import Edge
+from flowtrain_lightning.packing.stage_entries import chunk_names, stage_name
+from flowtrain_lightning.packing.stage_schedule import ONE_STAGE, StageSchedule
 from flowtrain_lightning.packing.step_graph import BatchOf, Meeting, any_binds
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
 
@@ -27,10 +28,12 @@ class PassTimes(NamedTuple):
     Attributes:
         forward: time of the forward.
         backward: time of the backward; 0 where there is none.
+        weights: what of it can be left for later, the gradients of weights.
     """
 
     forward: float
     backward: float
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class TimedBatch:
         before: batches of its member, for the same position, that come before it.
         on_the_way: time until its rows are with its readers; their gradients take as long to come back.
         closes: it is the end of a step, behind all passes of its member.
+        weights: time of what its backward leaves for later, which is a part of ``backward``.
         position: of the batches whose rows it reads; None of what reads nothing, or one batch at each position.
     """
 
@@ -55,6 +59,7 @@ class TimedBatch:
     before: int = 0
     on_the_way: float = 0.0
     closes: bool = False
+    weights: float = 0.0
     position: int | None = None
 
     @property
@@ -82,52 +87,53 @@ def step_work(
     plan: StepPlan,
     seconds: Mapping[str, Callable[[IntArray], PassTimes]],
     recomputed: Mapping[str, Sequence[Collection[int]]] | None = None,
-    stages: Sequence[str] = (),
+    pipeline: StageSchedule = ONE_STAGE,
     on_the_way: Callable[[IntArray], float] = lambda lengths: 0.0,
 ) -> StepWork:
     """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
 
     Where the trunk has stages, each is a role of its own: it reads what the one before makes of a microbatch, and all
-    of them read features. What is generated is listed as what is encoded is, with the positions from which it is read.
+    of them read features. It has a batch for each of its chunks and positions, chunk by chunk. What is generated is
+    listed as what is encoded is, with the positions from which it is read.
 
     Args:
         plan: who encodes and who reads what.
-        seconds: role or stage -> what a batch of it takes, by the lengths of its items (`StepPlan.lengths`).
+        seconds: role or chunk (`chunk_names`) -> what a batch of it takes, by the lengths of its items
+            (`StepPlan.lengths`).
         recomputed: role that encodes -> the numbers of each member's recomputed batches; None for none.
-        stages: names of the trunk's stages (`stage_names`); none where it has all of its layers in one place.
+        pipeline: the stages of the trunk.
         on_the_way: seconds until a microbatch's hidden states are with the next stage, by the lengths of its sequences.
     """
     trunk, again = plan.graph.trunk, recomputed or {}
-    parts = tuple(stages) or (trunk,)
+    count, names = len(plan.microbatches[0]), chunk_names(trunk, pipeline) or (trunk,)
     readers: dict[BatchOf, list[BatchOf]] = {}
     for entry in plan.entries:
         read_by = (
-            each._replace(role=part)
+            _in_chunk(each, number, count, pipeline)
             for each in entry.readers
-            for part in (parts if each.role == trunk else (each.role,))
+            for number in (range(pipeline.count) if each.role == trunk else (0,))
         )
         readers.setdefault(entry.maker, []).extend(read_by)
     tokens = plan.lengths(trunk)
     work: dict[str, list[list[TimedBatch]]] = {}
-    for part, following in zip_longest(parts, parts[1:]):
-        work[part] = [
-            [
-                TimedBatch(
-                    *(seconds[part](tokens[samples]) if len(samples) else (0.0, 0.0)),
-                    readers=tuple(readers.get(BatchOf(part, member, number), ()))
-                    if following is None
-                    else (BatchOf(following, member, number),),
-                    on_the_way=on_the_way(tokens[samples]) if following is not None and len(samples) else 0.0,
-                )
-                for number, samples in enumerate(own)
-            ]
-            for member, own in enumerate(plan.microbatches)
-        ]
+    for stage in range(pipeline.stages):
+        of_stage: list[list[TimedBatch]] = [[] for _ in plan.microbatches]
+        for number in (pipeline.number(stage, chunk) for chunk in range(pipeline.chunks)):
+            leaves = number + 1 < pipeline.count and pipeline.stage_of(number + 1) != stage
+            for member, microbatches in enumerate(plan.microbatches):
+                for position, samples in enumerate(microbatches):
+                    batch = BatchOf(trunk, member, position)
+                    following = _in_chunk(batch, number + 1, count, pipeline)
+                    read_by = (following,) if number + 1 < pipeline.count else tuple(readers.get(batch, ()))
+                    timed = _timed(seconds[names[number]], tokens[samples], splits=pipeline.splits)
+                    on = on_the_way(tokens[samples]) if leaves and len(samples) else 0.0
+                    of_stage[member].append(replace(timed, readers=read_by, on_the_way=on))
+        work[stage_name(trunk, stage) if pipeline.stages > 1 else trunk] = of_stage
     for role in (*plan.graph.producers, *plan.graph.behind):
         work[role] = [
             [
-                TimedBatch(
-                    *seconds[role](plan.sizes.media_patches[media]),
+                replace(
+                    _timed(seconds[role], plan.sizes.media_patches[media]),
                     readers=tuple(readers.get(BatchOf(role, member, number), ())),
                     recomputed=role in again and number in again[role][member],
                     before=plan.turns[role][member][number][1],
@@ -139,6 +145,20 @@ def step_work(
             for member, batches in enumerate(plan.batches[role])
         ]
     return work
+
+
+def _in_chunk(batch: BatchOf, number: int, positions: int, pipeline: StageSchedule) -> BatchOf:
+    """A batch of the trunk as that of the stage that has a chunk, and of the chunk; as it is without stages."""
+    if pipeline.stages == 1 or number == pipeline.count:
+        return batch
+    place = number // pipeline.stages * positions + batch.number
+    return batch._replace(role=stage_name(batch.role, pipeline.stage_of(number)), number=place)
+
+
+def _timed(seconds: Callable[[IntArray], PassTimes], lengths: IntArray, *, splits: bool = False) -> TimedBatch:
+    """A batch of items of these lengths; nothing is computed for one without any."""
+    forward, backward, weights = seconds(lengths) if len(lengths) else (0.0, 0.0, 0.0)
+    return TimedBatch(forward, backward, weights=weights if splits else 0.0)
 
 
 def in_two_passes(time: float) -> PassTimes:
@@ -155,8 +175,9 @@ class StepRules:
             first one before it turns to the next. Stages are roles here.
         edges: which role reads from which; from one stage to the next there is none, since all of them end a step.
         in_flight: role -> batches of a member whose activations may be kept at a time; where it is missing no limit
-            holds for a role that is read, and one for others. With more, what is not read is a stage in 1F1B order. Of
-            a role that reads and is read, those that may be open.
+            holds for a role that is read, and one for others. Of a role that reads and is read, those that may be open.
+        stages: role that is one -> its number.
+        pipeline: all stages, and how they work.
         meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
             of several roles have a fixed order, see `taking_turns`.
         producers_first: no role that reads begins before all that it reads is there.
@@ -166,6 +187,8 @@ class StepRules:
     ranks: Mapping[str, Sequence[tuple[int, ...]]]
     edges: Sequence[Edge]
     in_flight: Mapping[str, int] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)
+    pipeline: StageSchedule = ONE_STAGE
     meets: Mapping[str, Meeting] = field(default_factory=dict)
     producers_first: bool = False
     steps_ahead: int = 0
@@ -184,7 +207,7 @@ class StepRules:
         for role, members in work.items():
             ranks[role] = [(first + member,) for member in range(len(members))]
             first += len(members)
-        return cls(ranks, edges, in_flight, meets)
+        return cls(ranks, edges, in_flight, meets=meets)
 
     @property
     def in_fixed_order(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 from flowtrain_lightning.parallel.stages.stage_cut import StageCut, cut_half, drop_other_stages
 from flowtrain_lightning.parallel.stages.stage_forward import StageForward
@@ -30,7 +31,7 @@ class HeldHalves(nn.Module):
         super().__init__()
         self._given_roles: tuple[str, ...] | None = None  # all
         self._in_parts: tuple[str, ...] = ()
-        self._given_stage: tuple[int, int, int] | None = None  # of the trunk, how many it has, and chunks of each
+        self._given_stage: tuple[int, StageSchedule] | None = None  # of the trunk, and all of them
         self._staged: StageForward | None = None
         self._built: tuple[str, ...] | None = None
         self._unfilled: dict[str, UnfilledWeights] = {}
@@ -87,15 +88,14 @@ class HeldHalves(nn.Module):
         self,
         roles: tuple[str, ...] | None,
         in_parts: tuple[str, ...] = (),
-        stage: tuple[int, int, int] | None = None,
+        stage: tuple[int, StageSchedule] | None = None,
     ) -> None:
         """The strategy says which halves this rank holds (None: all), and of which of them a part only.
 
         Args:
             roles: of this rank.
             in_parts: those of which it holds a part only.
-            stage: which stage of the trunk it holds, of how many, of how many chunks each; None where it is not in
-                stages, or not here.
+            stage: which stage of the trunk it holds, and all of them; None where it is not in stages, or not here.
         """
         self._given_roles, self._in_parts, self._given_stage = roles, in_parts, stage
 

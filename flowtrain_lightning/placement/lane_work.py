@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from flowtrain_lightning.allocator import Allocation, AllocationError
+from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import most_open
-from flowtrain_lightning.packing.stage_entries import stage_names
+from flowtrain_lightning.packing.stage_entries import chunk_names, stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Turn
@@ -36,28 +36,31 @@ def lane_work(
     needs_others = allocation.placement == "mixed" and any(layouts[role].shares_weights for role in producers)
     trunk, stages = allocation.trunk, stage_names(allocation.trunk, members.stages)
     behind = allocation.graph.behind
-    _refuse_stages_not_played(allocation, members)
     parts = stages or (trunk,)
-    opened = {name: most_open(members, stage) for stage, name in enumerate(parts) if stages or behind}
+    chunks = chunk_names(trunk, members.pipeline) or (trunk,)
+    reading = {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
+    reading |= {role: allocation.members(role) for role in behind}
+    encoding = {role: allocation.members(role) for role in producers}
     rules = StepRules(
-        {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
-        | {role: allocation.members(role) for role in (*behind, *producers)},
+        encoding | reading if stages else reading | encoding,
         [
             edge._replace(consumer=name)
             for edge in allocation.graph.edges
             for name in (parts if edge.consumer == trunk else (edge.consumer,))
         ],
-        in_flight=opened | dict.fromkeys(producers, kept_batches),
+        in_flight=({trunk: most_open(members)} if behind else {}) | dict.fromkeys(producers, kept_batches),
+        stages={name: stage for stage, name in enumerate(stages)},
+        pipeline=members.pipeline,
         meets=allocation.meets | dict.fromkeys(stages, allocation.meets[trunk]),
         steps_ahead=0 if costs.encoder_trains or needs_others else STEPS_AHEAD,
     )
-    seconds = {name: _priced(plans, costs, trunk, name) for name in parts}
+    seconds = {name: _priced(plans, costs, trunk, name) for name in chunks}
     seconds |= {role: _priced(plans, costs, role, role) for role in (*behind, *producers)}
-    ends = {name: sum(costs.end_of_step(name)) for name in seconds}
+    ends = {name: sum(costs.end_of_step(name)) for name in rules.ranks}
     works: list[StepWork] = []
     for plan in plans:
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
-        work = step_work(plan, seconds, recomputed, stages, costs.on_the_way)
+        work = step_work(plan, seconds, recomputed, members.pipeline, costs.on_the_way)
         work = _with_ends(work, members, ends, trains=costs.encoder_trains)
         works.append(
             {
@@ -66,20 +69,6 @@ def lane_work(
             }
         )
     return works, rules
-
-
-def _refuse_stages_not_played(allocation: Allocation, members: StepMembers) -> None:
-    """Raises an AllocationError for orders of stages that the model of a step's time does not know."""
-    if members.virtual > 1:
-        raise AllocationError(
-            f"The plan's {allocation.trunk} has virtual {members.virtual}: interleaved stages train, but are not "
-            "simulated today. Leave virtual out to simulate one run of layers a stage."
-        )
-    if members.stages > 1 and members.in_fixed_order and members.colocated:
-        raise AllocationError(
-            f"The plan's {allocation.trunk} is in stages on ranks that encode too, some of which need each other in a "
-            "pass: their order is not simulated today. Give encoders ranks of their own, or both roles whole copies."
-        )
 
 
 def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str, part: str) -> Callable[[IntArray], PassTimes]:

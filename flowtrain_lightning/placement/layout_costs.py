@@ -21,9 +21,9 @@ from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, batches, offload_seconds, role_time, slowest_of
 from flowtrain_lightning.allocator.sharing_time import sharing_time
-from flowtrain_lightning.allocator.stages import seconds_between_stages, stage_of_problem
+from flowtrain_lightning.allocator.stages import seconds_between_stages, stage_of_problem, weights_seconds
 from flowtrain_lightning.packing import IntArray
-from flowtrain_lightning.packing.stage_entries import stage_names
+from flowtrain_lightning.packing.stage_entries import chunk_names, stage_names
 from flowtrain_lightning.packing.step_work import PassTimes
 from flowtrain_lightning.placement.profile import Profile
 
@@ -39,7 +39,7 @@ class LayoutCosts(Protocol):
         """Encoder batches have backwards."""
 
     def batch(self, role: str, lengths: IntArray) -> PassTimes:
-        """Forward and backward of a batch of a role or stage, by the ``[items]`` lengths of what is in it."""
+        """Forward and backward of a batch of a role or chunk, by the ``[items]`` lengths of what is in it."""
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """The gradient reduction and the optimizer, of a role or stage."""
@@ -148,7 +148,7 @@ class ModelledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
-            reason = why_undividable(self.problems[role], layout.tensor, layout.pipeline, layout.context)
+            reason = why_undividable(self.problems[role], layout.tensor, layout.stages.count, layout.context)
             if reason is not None:
                 raise AllocationError(reason)
 
@@ -182,12 +182,15 @@ class ModelledLayoutCosts:
         slower = 1 + problem.efficiency.jitter * slowest_of(self._ranks_beside(role)) + once.exchange / computing
         forward, backward = once.forward * slower + sharing.forward, once.backward * slower + sharing.backward
         backward = backward + offload_seconds(problem, family, once, tokens)
-        return list(map(PassTimes, forward.tolist(), backward.tolist()))
+        weights = np.zeros_like(tokens)
+        if self.allocation.layouts[self.allocation.trunk].stages.splits:
+            weights = weights_seconds(problem, family, once, tokens, pairs) * slower
+        return list(map(PassTimes, forward.tolist(), backward.tolist(), weights.tolist()))
 
     def end_of_step(self, role: str) -> tuple[float, float]:
         """See `LayoutCosts`."""
-        time = self._times[role]
-        return float(time.reduction[0]), float(time.optimizer[0])
+        times = [self._times[part] for part in self._chunks.get(role, (role,))]
+        return sum(float(time.reduction[0]) for time in times), sum(float(time.optimizer[0]) for time in times)
 
     def on_the_way(self, lengths: IntArray) -> float:
         """See `LayoutCosts`."""
@@ -205,15 +208,26 @@ class ModelledLayoutCosts:
 
     @cached_property
     def _parts(self) -> dict[str, tuple[RoleProblem, Family]]:
-        """Role or stage -> what it computes, and how its ranks are laid out."""
+        """Role or chunk -> what it computes, and how its ranks are laid out."""
         parts = {role: (self.problems[role], family) for role, family in self._families.items()}
         trunk = self.allocation.trunk
         problem, family = parts[trunk]
         microbatches, _ = batches(problem, family)
         forwards = round(float(microbatches[0] * family.data[0]))
-        for stage, name in enumerate(stage_names(trunk, family.pipeline)):
-            parts[name] = stage_of_problem(problem, family, stage, forwards)
+        pipeline = self.allocation.layouts[trunk].stages
+        for number, name in enumerate(chunk_names(trunk, pipeline)):
+            parts[name] = stage_of_problem(problem, family, number, pipeline.count, forwards)
         return parts
+
+    @cached_property
+    def _chunks(self) -> dict[str, list[str]]:
+        """Stage -> the names of its chunks."""
+        trunk, pipeline = self.allocation.trunk, self.allocation.layouts[self.allocation.trunk].stages
+        names = chunk_names(trunk, pipeline)
+        return {
+            stage: [names[pipeline.number(number, chunk)] for chunk in range(pipeline.chunks)]
+            for number, stage in enumerate(stage_names(trunk, pipeline.stages))
+        }
 
     @cached_property
     def _times(self) -> dict[str, RoleTime]:

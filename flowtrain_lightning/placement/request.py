@@ -254,8 +254,16 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
             f"{given} in a pipeline the ranks of a stage hold whole copies of its layers, or shards of FSDP2. Leave "
             "expert and other shards out."
         )
-    if layout.virtual > 1 and allocation.placement != "separate":
-        return f"{given} virtual stages run in the placement separate today, not in {allocation.placement}."
+    if layout.stages.splits and (layout.shard != "replicate" or layout.tensor > 1):
+        return (
+            f"{given} the schedule {layout.schedule} makes gradients of weights later than the rest of a backward, "
+            "which shards and tensor ranks sum with it. Take whole copies, or schedule '1f1b'."
+        )
+    if layout.stages.chunks > 1 and allocation.placement != "separate":
+        return (
+            f"{given} several runs of layers in a stage (virtual, 'zb-v') run in the placement separate today, not in "
+            f"{allocation.placement}."
+        )
     if allocation.placement != "separate":
         for producer in allocation.producers:
             if allocation.layouts[producer].meets.binds:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
+from flowtrain_lightning.parallel.stages.late_weights import LateWeight
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.batch_underway import OWN, BatchUnderway
 from flowtrain_lightning.runtime.gathering import Gathering
@@ -88,6 +89,8 @@ class Executor:
         self._has_reserved: set[bool] = set()  # rows, and gradients ahead of them
         works = [work for lane in self._lanes for work in lane.works]
         self._last = {work.batch.role: work for work in works}  # the last one of each role
+        # What backwards leave for works of their own.
+        self._left: dict[BatchOf, list[LateWeight]] = {work.batch: [] for work in works if work.kind == "weights"}
         self._coming: dict[str, deque[BatchUnderway]] = {}
         self._open: dict[str, dict[int, BatchUnderway]] = {}
         self._early: list[tuple[str, Gathering, list[Key]]] = []  # what batches read that earlier ones read, too
@@ -178,8 +181,10 @@ class Executor:
             self._take_arrived()
             if work.kind == "forward":
                 yield from self._forward(work)
-            else:
+            elif work.kind == "backward":
                 yield from self._backward(work)
+            else:
+                self._weights(work)
             yield Progress.WORK
 
     def _reserve(self, role: str) -> Course:
@@ -243,10 +248,19 @@ class Executor:
         if outputs.loss is not None:
             reached, given = (*reached, outputs.loss), (*given, outputs.seed)
         if reached:
-            context.compute.backward(role, reached, given, last=is_last)
+            context.compute.backward(role, reached, given, last=is_last, left=self._left.get(work.batch))
         context.timeline.stop(start, role, COMPUTE, "backward", self._step.stage, self._step.index, batch.batch.number)
         if self._step.answered and self._parts[role].speaks:
             yield from self._give_back(role, batch)
+
+    def _weights(self, work: Work) -> None:
+        """The gradients of weights that a backward has left."""
+        role, context, step, batch = work.batch.role, self._context, self._step, work.batch
+        number = step.program.roles[role].batches[batch.number].number
+        context.enter(f"weights of {self._parts[role].method.batch_name} {number}", step)
+        start = context.timeline.start()
+        context.compute.weights(role, self._left.pop(batch), last=work == self._last[role])
+        context.timeline.stop(start, role, COMPUTE, "weights", step.stage, step.index, number)
 
     def _compute(self, work: Work, batch: BatchUnderway, *, keep: bool) -> ForwardResult:
         """A forward, by the role's method."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.parallel.ranks.connecting import connect_groups
 from flowtrain_lightning.parallel.ranks.cross_group import AgreedError
 from flowtrain_lightning.parallel.ranks.groups import default_groups, parts_of_groups
@@ -98,8 +99,8 @@ class Job:
         return tuple(role for role in self.allocation.roles if self.rank in self.allocation.ranks[role])
 
     @property
-    def stage(self) -> tuple[int, int, int] | None:
-        """The stage of the trunk that this rank holds, of how many, and how many runs of layers each of these has.
+    def stage(self) -> tuple[int, StageSchedule] | None:
+        """The stage of the trunk that this rank holds, and all of them.
 
         None where the trunk is not in stages, or not here.
         """
@@ -107,7 +108,7 @@ class Job:
         layout = self.allocation.layouts[trunk]
         if layout.pipeline == 1 or trunk not in self.roles:
             return None
-        return self.allocation.stage_of(trunk, self.rank), layout.pipeline, layout.virtual
+        return self.allocation.stage_of(trunk, self.rank), layout.stages
 
     def is_first(self, role: str) -> bool:
         """Whether this rank is the first that computes the same of ``role``: it speaks for those beside it."""

@@ -178,11 +178,14 @@ class StepProgram:
         reading = [each for each in self.roles.values() if each.reads]
         # What is read of a role that reads is answered between its forward and its backward.
         at_position: list[list[Work]] = [[] for _ in range(self.positions)]
-        for passes in ("forward", "both", "backward"):
+        for passes in ("forward", "both", "behind"):
             for each in reading:
+                position = 0  # what is no forward goes behind the last one before it
                 for work in works[each.role]:
-                    if passes == (work.kind if each.makes else "both"):
-                        at_position[each.position_of(work)].append(work)
+                    position = each.position_of(work) if work.kind == "forward" else position
+                    kind = "forward" if work.kind == "forward" else "behind"
+                    if passes == (kind if each.makes else "both"):
+                        at_position[position].append(work)
         frozen = [work for work in self.in_turns if work.batch.role not in trained and work.kind == "forward"]
         due = [
             (Due(work.kind, producers[work.batch.role].position_of(work)), work)

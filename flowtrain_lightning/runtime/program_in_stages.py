@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.data.loading.collate import PADDING_LENGTH
-from flowtrain_lightning.packing.policies.virtual_stages import virtual_stage_orders
+from flowtrain_lightning.packing.policies.trunk_order import stage_order
 from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, slice_name, stage_name
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
@@ -21,13 +21,11 @@ def in_stages(plan: StepPlan, shard: RankShard, whole: RankRole) -> RankRole:
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
-        whole: its part if it had all layers, with passes in the order of its stage.
+        whole: its part if it had all layers.
     """
     members, count = shard.members, len(whole.due)
-    passes = whole.passes
-    if members.virtual > 1:
-        of_stage = virtual_stage_orders(count, members.stages, members.virtual)[shard.stage]
-        passes = tuple((each.kind, each.chunk * count + each.position) for each in of_stage)
+    of_stage = stage_order(count, members.pipeline, shard.stage)
+    passes = tuple((each.kind, each.chunk * count + each.position) for each in of_stage)
     batches = {
         chunk * count + number: _in_stage(plan, shard, batch, chunk)
         for chunk in range(members.virtual)
@@ -69,7 +67,8 @@ def _read_once(batches: Mapping[int, RankBatch], passes: Sequence[Pass]) -> dict
 def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch, chunk: int) -> RankBatch:
     """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
     members, trunk, own = shard.members, shard.members.trunk, shard.stage
-    stage, stages = chunk * members.stages + own, members.stages * members.virtual
+    pipeline = members.pipeline
+    stage, stages = pipeline.number(own, chunk), pipeline.count
     rows = slices_of(_hidden_rows(plan, shard.own[trunk], batch.number), members.slices)[shard.slice]
     member = shard.own[trunk] * members.slices + shard.slice
     # Each stage is a reader of its own, which gives back a part of the gradients; of its context ranks the first.
@@ -80,12 +79,12 @@ def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch, chunk: int) ->
     made: tuple[MadeEntry, ...] = ()
     rows_read = dict(batch.rows_read)
     if stage > 0:
-        maker = slice_name(trunk, (stage - 1) % members.stages), member
+        maker = slice_name(trunk, pipeline.stage_of(stage - 1)), member
         entry = hidden_entry(plan, stages, stage - 1, member, batch.number)
         read = (*read, ReadEntry(entry, HIDDEN, maker, (slice(0, rows),)))
         rows_read[HIDDEN] = rows
     if stage < stages - 1:
-        reader = slice_name(trunk, (stage + 1) % members.stages), member
+        reader = slice_name(trunk, pipeline.stage_of(stage + 1)), member
         made = (MadeEntry(hidden_entry(plan, stages, stage, member, batch.number), HIDDEN, rows, (reader,)),)
     return replace(batch, made=made, read=read, rows_read=rows_read, chunk=chunk)
 

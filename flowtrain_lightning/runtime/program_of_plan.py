@@ -39,7 +39,6 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         in_turns, encoding = _encoding_in_turns(plan, shard, made, kept_batches)
     else:
         encoding = _encoding_roles(plan, shard, made, kept_batches)
-    roles += encoding
     # A role that waits for bytes would keep the other from its turn, or other tensor ranks from their encoder batch.
     # So would one that waits for other ranks inside of a pass, where others wait for what several microbatches read.
     # So would one that gives gradients back to ranks that wait for others inside of a microbatch.
@@ -50,6 +49,8 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
     between = tuple(rows_between(plan, members))
+    # A stage that began as soon as it could would keep those behind it from features of the same rank.
+    roles = [*encoding, *roles] if members.stages > 1 else [*roles, *encoding]
     return StepProgram(
         {role.role: role for role in roles},
         (*_made_rows(plan, made), *between),

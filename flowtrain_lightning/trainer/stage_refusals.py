@@ -34,10 +34,10 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
     given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
     answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
     generates = trainer.state.fn == TrainerFn.PREDICTING or answers
-    if generates and layouts[trunk].virtual > 1:
+    if generates and (chunks := layouts[trunk].stages.chunks) > 1:
         raise ValueError(
-            f"{given} virtual {layouts[trunk].virtual}, and predictions go through each stage once. Set virtual to 1 "
-            "for them; checkpoints load into every layout."
+            f"{given} {chunks} runs of layers in each stage, and predictions go through each stage once. Leave virtual "
+            "and 'zb-v' out for them; checkpoints load into every layout."
         )
     if generates and (own := _own_generation(module)):
         raise ValueError(

@@ -9,7 +9,12 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.module_parts import Dense, Embedding
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import family_of
-from flowtrain_lightning.allocator.stages import half_of_stage, seconds_between_stages, stage_of_problem
+from flowtrain_lightning.allocator.stages import (
+    half_of_stage,
+    seconds_between_stages,
+    stage_of_problem,
+    weights_seconds,
+)
 from tests.allocator.problems import problems
 
 STAGES = 4
@@ -28,15 +33,28 @@ def test_their_times_add_up_to_that_of_the_role():
     problem = problems()["backbone"]
     family, tokens = family_of(Layout(2, pipeline=STAGES)), np.array([4096.0])
     whole = pass_time(problem, family, tokens)
-    own = [pass_time(*stage_of_problem(problem, family, stage, 8), tokens) for stage in range(STAGES)]
+    own = [pass_time(*stage_of_problem(problem, family, stage, STAGES, 8), tokens) for stage in range(STAGES)]
     assert sum(each.forward[0] for each in own) == pytest.approx(whole.forward[0])
     assert sum(each.backward[0] for each in own) == pytest.approx(whole.backward[0])
     assert own[-1].total > own[0].total, "it has the head"
 
 
+def test_about_half_of_a_backward_is_for_weights_and_less_where_sequences_are_long():
+    problem = problems()["backbone"]
+    family, tokens = family_of(Layout(2, pipeline=STAGES)), np.array([4096.0])
+    own, laid_out = stage_of_problem(problem, family, 1, STAGES, 8)
+    shares = []
+    for length in (64.0, 4096.0):
+        pairs = [np.array([length / 2]) for _ in own.half.layers]
+        once = pass_time(own, laid_out, tokens, pairs)
+        shares.append((weights_seconds(own, laid_out, once, tokens, pairs) / once.backward).item())
+    assert 0.5 > shares[0] > 0.35
+    assert shares[1] < shares[0]
+
+
 def test_gradients_flow_into_a_stage_that_is_frozen_where_something_before_it_trains():
     frozen = problems(frozen=["backbone"])["backbone"]
-    first, _ = stage_of_problem(frozen, family_of(Layout(1, pipeline=STAGES)), 0, 8)
+    first, _ = stage_of_problem(frozen, family_of(Layout(1, pipeline=STAGES)), 0, STAGES, 8)
     assert first.receives_gradient == frozen.receives_gradient
 
 

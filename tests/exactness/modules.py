@@ -173,6 +173,14 @@ class FourDivided(Divided):
         self.backbone.more.append(DividedBlock())
 
 
+class SixDivided(FourDivided):
+    """Its backbone has two blocks more still."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.more.extend(DividedBlock() for _ in range(2))
+
+
 class DividedTokens(Divided):
     """Halves that tensor ranks can divide, in whose layers each computes on its share of the tokens."""
 
@@ -263,6 +271,7 @@ KINDS: dict[str, type[TinyVLM]] = {
     "divided": Divided,
     "divided tokens": DividedTokens,
     "four divided blocks": FourDivided,
+    "six divided blocks": SixDivided,
     "projecting": Projecting,
     "particular": Particular,
     "uneven": Uneven,

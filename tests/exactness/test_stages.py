@@ -48,6 +48,19 @@ LONG += [
     Case("1+4", {"backbone": {"pipeline": 4}}, "32-true", data={"token_budget": 4096}),  # one microbatch
     Case("mixed 1+4", {"backbone": {**PIPELINE, "shard": "fsdp"}}, "32-true", {"encoder_activations": 1}),
 ]
+SPLIT = {**PIPELINE, "schedule": "zb-h1"}
+V = {**PIPELINE, "schedule": "zb-v"}
+LONG += [
+    Case("1+2", {"backbone": SPLIT}, clip=0.2, data=CUT),
+    Case("2+3", {"backbone": {**SPLIT, "pipeline": 3, "recompute": "full"}}, "32-true", data=CUT),
+    Case("2+6", {"backbone": {**SPLIT, "pipeline": 3}}, clip=0.2),
+    Case("colocated 3", {"backbone": {**SPLIT, "pipeline": 3}}, "32-true", {"encoder_activations": 1}, data=CUT),
+    Case("1+4", {"backbone": {**SPLIT, "context": 2}}, clip=0.2, kind="divided", data=CUT),
+    Case("1+2", {"backbone": V}, clip=0.2, data=CUT),
+    Case("2+3", {"backbone": {**V, "pipeline": 3, "recompute": "selective"}}, "32-true", kind="six divided blocks"),
+    Case("1+4", {"backbone": V}, "32-true", {"encoder_activations": 0}, data=CUT),
+    Case("1+2", {"backbone": V}, freeze=True),
+]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
 ]

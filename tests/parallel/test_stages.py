@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.compute.stage_step import where_stages_look
+from flowtrain_lightning.packing.stage_schedule import Schedule, StageSchedule
 from flowtrain_lightning.parallel.stages.stage_cut import cut_half, drop_other_stages
 from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
@@ -80,12 +81,14 @@ class Whole(nn.Module):
         self.backbone = kind(blocks).double()
 
 
-def stages_of(count: int, kind: type[Decoder] = Decoder, virtual: int = 1) -> list[tuple[Whole, StageForward]]:
+def stages_of(
+    count: int, virtual: int = 1, schedule: Schedule = "1f1b", kind: type[Decoder] = Decoder
+) -> list[tuple[Whole, StageForward]]:
     """The stages of one module, each in a copy of its own."""
     found = []
     for stage in range(count):
         module = Whole(kind)
-        cut = cut_half(module, "backbone", stage, count, virtual)
+        cut = cut_half(module, "backbone", stage, StageSchedule(count, virtual, schedule))
         drop_other_stages(module, cut)
         found.append((module, forward := StageForward(module, cut)))
         forward.attach()
@@ -99,8 +102,9 @@ def held(module: nn.Module) -> set[str]:
 def run(stages: list[tuple[Whole, StageForward]], tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The loss, and of each boundary what one stage makes and what the next one takes of it."""
     given, made, taken = None, [], []
-    chunks = range(len(stages[0][1].cut.chunks))
-    for chunk, (module, forward) in ((chunk, stage) for chunk in chunks for stage in stages):
+    pipeline = stages[0][1].cut.pipeline
+    for number in range(pipeline.count):
+        chunk, (module, forward) = number // len(stages), stages[pipeline.stage_of(number)]
         result = forward(module.backbone.forward, given, tokens, chunk=chunk)
         if not forward.cut.ends_in(chunk):
             made.append(result)
@@ -122,6 +126,13 @@ def test_of_virtual_stages_each_holds_several_runs_of_blocks():
     assert last == {f"backbone.{n}" for n in ("embed.weight", "head.weight", "norm.weight", "norm.bias")} | blocks(1, 3)
 
 
+def test_in_a_v_the_first_stage_holds_both_ends():
+    first, last = (held(module) for module, _ in stages_of(2, virtual=2, schedule="zb-v"))
+    ends = ("embed.weight", "head.weight", "place", "norm.weight", "norm.bias")
+    assert first == {f"backbone.{name}" for name in ends} | blocks(0, 3)
+    assert last == blocks(1, 2)
+
+
 def blocks(*numbers: int) -> set[str]:
     return {f"backbone.layers.{number}.inner.{name}" for number in numbers for name in ("weight", "bias")}
 
@@ -132,12 +143,15 @@ def test_buffers_of_blocks_are_where_the_blocks_are():
         assert here == [number for chunk in forward.cut.chunks for number in chunk]
 
 
-@pytest.mark.parametrize(("count", "virtual"), [(2, 1), (3, 1), (4, 1), (2, 2)])
-def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(count, virtual):
+PIPELINES = [(2, 1, "1f1b"), (3, 1, "1f1b"), (4, 1, "1f1b"), (2, 2, "1f1b"), (3, 1, "zb-h1"), (2, 2, "zb-v")]
+
+
+@pytest.mark.parametrize(("count", "virtual", "schedule"), PIPELINES)
+def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(count, virtual, schedule):
     tokens, whole = torch.arange(7), Whole()
     expected = whole.backbone(tokens)
     expected.backward()
-    stages = stages_of(count, virtual=virtual)
+    stages = stages_of(count, virtual, schedule)
     loss, made, taken = run(stages, tokens)
     torch.testing.assert_close(loss, expected)
     loss.backward()
@@ -154,26 +168,28 @@ def test_stages_one_after_another_give_the_loss_and_all_gradients_of_the_whole(c
 
 def test_a_half_of_too_few_blocks_is_refused_with_the_number_that_would_do():
     with pytest.raises(ValueError, match=re.escape("has pipeline 5, but 4 repeated blocks")):
-        cut_half(Whole(), "backbone", 0, 5)
-    with pytest.raises(ValueError, match=re.escape("has pipeline 3 and virtual 2, but 4 repeated blocks")):
-        cut_half(Whole(), "backbone", 0, 3, 2)
+        cut_half(Whole(), "backbone", 0, StageSchedule(5))
+    with pytest.raises(
+        ValueError, match=re.escape("has pipeline 3, with 2 runs of layers each, but 4 repeated blocks")
+    ):
+        cut_half(Whole(), "backbone", 0, StageSchedule(3, 2))
 
 
 def test_blocks_that_read_more_than_hidden_states_are_refused_with_a_weight():
     with pytest.raises(RuntimeError, match=re.escape("needs weights of the first stage beside the hidden states")):
-        run(stages_of(2, ReadsAgain), torch.arange(7))
+        run(stages_of(2, kind=ReadsAgain), torch.arange(7))
 
 
 def test_a_model_that_computes_blocks_again_does_so_from_the_same_hidden_states():
     loss, _, taken = run(stages_of(3), torch.arange(7))
-    again, _, taken_again = run(stages_of(3, ComputesAgain), torch.arange(7))
+    again, _, taken_again = run(stages_of(3, kind=ComputesAgain), torch.arange(7))
     loss.backward()
     again.backward()
     torch.testing.assert_close(taken_again[-1].grad, taken[-1].grad)
 
 
 def test_one_that_does_not_know_them_is_told_who_does():
-    loss, *_ = run(stages_of(2, ComputesFromCopies), torch.arange(7))
+    loss, *_ = run(stages_of(2, kind=ComputesFromCopies), torch.arange(7))
     with pytest.raises(RuntimeError, match="recompute='full'"):
         loss.backward()
 

@@ -15,6 +15,7 @@ from flowtrain_lightning.data import RankShard, StepBatch, StepPlan
 from flowtrain_lightning.data.loading.collate import PADDING_LENGTH
 from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.program_of_plan import make_program
@@ -32,7 +33,7 @@ class StageCompute(NumbersCompute):
     """What ``Compute`` does of one stage, on numbers: every stage reads features, beside the hidden states."""
 
     stage: int = 0
-    stages: int = 1
+    pipeline: StageSchedule = field(default_factory=StageSchedule)
     chunks: list[Numbers] = field(default_factory=list)
     """What the chunks of the stage multiply by; the first is ``backbone``."""
 
@@ -52,14 +53,22 @@ class StageCompute(NumbersCompute):
         if hidden is None:
             hidden = torch.arange(1, len(batch.tokens) + 1, dtype=torch.float64)[:, None] / 10
         self.read([tensor for tensor in features.values() if tensor is not None])
-        number = chunk * self.stages + self.stage
+        number = self.pipeline.number(self.stage, chunk)
         half = self.chunks[chunk] if chunk else self.backbone
         hidden = (hidden * half.weight).sin()
         if "image" in features:
             place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
             hidden = hidden + (features["image"] * place[:, None]).cos().sum(0) * half.weight
-        is_last = number == self.stages * max(len(self.chunks), 1) - 1
-        return (hidden.sum(), ()) if is_last else (None, (hidden,))
+        return (hidden.sum(), ()) if number == self.pipeline.count - 1 else (None, (hidden,))
+
+    def backward(self, *args: Any, left: list[Any] | None = None, **how: Any) -> None:
+        if left is not None:
+            left.append(args)
+        super().backward(*args, **how)
+
+    def weights(self, role: str, left: list[Any], *, last: bool) -> None:
+        self.gather(role, "weights")
+        assert len(left) == 1, "each backward leaves its weights, once"
 
 
 def with_tokens(batch: StepBatch) -> StepBatch:
@@ -75,7 +84,7 @@ def with_tokens(batch: StepBatch) -> StepBatch:
 
 def direct_gradients(plan: StepPlan, stages: int) -> list[Tensor]:
     """Gradients of the encoder and of each stage when everything is computed in one go."""
-    chain = [StageCompute(stage=stage, stages=stages) for stage in range(stages)]
+    chain = [StageCompute(stage=stage, pipeline=StageSchedule(stages)) for stage in range(stages)]
     shard = RankShard(StepMembers({role: len(of_role) for role, of_role in plan.batches.items()}), {"backbone": 0})
     for member in range(len(plan.microbatches)):
         batch = with_tokens(batch_of(plan, replace(shard, own={"backbone": member})))
@@ -102,13 +111,12 @@ class StagedStep:
 
     Args:
         plan: the step's plan.
-        stages: of the backbone.
         colocated: every rank has an encoder, and the first ones a stage; else backbone ranks come first.
         kept_batches: encoder batches whose activations may be kept.
         trains: gradients go back to the encoder.
         seed: of the order in which ranks run and messages arrive.
         spare_bytes: of the pool, above those with which no order can block.
-        virtual: chunks of each stage.
+        pipeline: how many stages there are, and how they work.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
 
     Attributes:
@@ -119,24 +127,24 @@ class StagedStep:
     def __init__(
         self,
         plan: StepPlan,
-        stages: int,
+        pipeline: StageSchedule,
         *,
         colocated: bool,
         kept_batches: int,
         trains: bool,
         seed: int,
         spare_bytes: int = 0,
-        virtual: int = 1,
         sharing: bool = False,
     ) -> None:
-        encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
+        encoders, backbones, stages = len(plan.batches["encoder"]), len(plan.microbatches), pipeline.stages
         trunk = range(stages * backbones)
         encoder_ranks = [*range(encoders)] if colocated else [*range(len(trunk), len(trunk) + encoders)]
         assert not colocated or encoders >= len(trunk)
         pairs = {"encoder": tuple((rank, rank % backbones) for rank in trunk)} if colocated else {}
         meets = {"backbone": meeting_of(backbones)} if sharing else {}
         counts = {"encoder": encoders, "backbone": backbones}
-        members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, stages=stages, virtual=virtual)
+        kept: dict[str, Any] = {"stages": stages, "virtual": pipeline.chunks, "schedule": pipeline.schedule}
+        members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, **kept)
         ranks_of: Mapping[str, Sequence[tuple[int, ...]]] = {
             "encoder": [(rank,) for rank in encoder_ranks],
             **{
@@ -155,8 +163,8 @@ class StagedStep:
             own = {"backbone": rank % backbones} if rank in trunk else {}
             own |= {"encoder": encoder_ranks.index(rank)} if rank in encoder_ranks else {}
             shard = RankShard(members, own, rank // backbones if rank in trunk else 0)
-            compute = StageCompute(specs=SPECS, stage=shard.stage, stages=stages)
-            compute.chunks = [compute.backbone, *(Numbers() for _ in range(virtual - 1))]
+            compute = StageCompute(specs=SPECS, stage=shard.stage, pipeline=pipeline)
+            compute.chunks = [compute.backbone, *(Numbers() for _ in range(pipeline.chunks - 1))]
             if sharing and rank in trunk:
                 peers = [shard.stage * backbones + member for member in range(backbones)]
                 compute.gather = partial(_meet, interleaving, rank, peers)
@@ -172,15 +180,15 @@ class StagedStep:
             self.computes.append(compute)
             self.executed.append(step.executed)
         interleaving.run(parts)
-        self._stages, self._virtual, self._trunk = stages, virtual, trunk
+        self._pipeline, self._trunk = pipeline, trunk
 
     @property
     def gradients(self) -> list[Tensor]:
         """Of the encoder and of each stage, virtual ones counted, summed over their ranks in order."""
-        zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._stages * self._virtual)
+        zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._pipeline.count)
         encoder = sum((_gradient(compute.encoder) for compute in self.computes), zero)
         of_trunk = [self.computes[rank] for rank in self._trunk]
-        parts = [divmod(number, self._stages) for number in numbers]
+        parts = [(number // self._pipeline.stages, self._pipeline.stage_of(number)) for number in numbers]
         return [encoder] + [
             sum((_gradient(each.chunks[chunk]) for each in of_trunk if each.stage == stage), zero)
             for chunk, stage in parts

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain_lightning.packing import SampleSizes, StepPlan
+from flowtrain_lightning.packing.stage_schedule import Schedule, StageSchedule
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_planner import plan_step
 from tests.packing.sizes import TOKEN_BUDGET, make_sizes, meeting_of, sharing_strategy, sizes_strategy
@@ -39,6 +40,7 @@ def check(
     *,
     placement: str = "separate",
     virtual: int = 1,
+    schedule: Schedule = "1f1b",
     sharing: bool = False,
     kept: int = 1,
     trains: bool = True,
@@ -47,8 +49,10 @@ def check(
     """Runs a step in the fewest bytes that cannot block, and compares its gradients with those of one go."""
     encoders = {"separate": 0, "colocated": stages * backbones, "mixed": stages * backbones + 1}[placement] or encoders
     plan = plan_of(sizes, encoders, backbones, stages, budget, sharing=sharing)
-    how = {"colocated": placement != "separate", "virtual": virtual, "sharing": sharing}
-    step = StagedStep(plan, stages, kept_batches=kept, trains=trains, seed=events, **how)
+    how = {"colocated": placement != "separate", "sharing": sharing}
+    step = StagedStep(
+        plan, StageSchedule(stages, virtual, schedule), kept_batches=kept, trains=trains, seed=events, **how
+    )
     encoder, *of_stages = direct_gradients(plan, stages * virtual)
     expected = [encoder if trains else 0 * encoder, *of_stages]
     for found, wanted in zip(step.gradients, expected, strict=True):
@@ -114,6 +118,39 @@ def test_neither_do_they_in_five_hundred_steps(
     check(*ranks, kept=kept, virtual=virtual, sharing=sharing, trains=trains, events=events)
 
 
+SPLIT = st.sampled_from(["zb-h1", "zb-v"])
+
+
+@settings(max_examples=10, deadline=None)
+@given(sizes_strategy(20), RANKS, RANKS, STAGES, BUDGETS, KEPT, SPLIT, st.booleans(), EVENTS)
+def test_neither_do_stages_that_split_backwards(
+    sizes, encoders, backbones, stages, budget, kept, schedule, trains, events
+):
+    how = {"virtual": 1 + (schedule == "zb-v"), "schedule": schedule}
+    check(sizes, encoders, backbones, stages, budget, kept=kept, trains=trains, events=events, **how)
+
+
+@pytest.mark.full
+@settings(max_examples=500, deadline=None)
+@given(
+    sizes_strategy(20) | sharing_strategy(),
+    RANKS,
+    RANKS,
+    STAGES,
+    BUDGETS,
+    KEPT,
+    SPLIT,
+    PLACEMENT,
+    st.booleans(),
+    EVENTS,
+)
+def test_neither_do_they_in_five_hundred_more(
+    sizes, encoders, backbones, stages, budget, kept, schedule, placement, trains, events
+):
+    how = {"virtual": 2, "schedule": schedule} if schedule == "zb-v" else {"schedule": schedule, "placement": placement}
+    check(sizes, encoders, backbones, stages, budget, kept=kept, trains=trains, events=events, **how)
+
+
 def test_each_stage_keeps_as_many_microbatches_open_as_there_are_stages_from_it_on():
     step = check(make_sizes(*[(60, [10])] * 4), 1, 1, 3, 10_000)
     orders = [" ".join(f"{work[0]}{work.split()[1]}" for work in ran["backbone"]) for ran in step.executed[:3]]
@@ -127,8 +164,12 @@ def test_fewer_microbatches_than_stages_pass_through_all_of_them(virtual):
     assert [list(ran["backbone"]) for ran in step.executed[:4]] == [[*there, *reversed(back)]] * 4
 
 
-@pytest.mark.parametrize("virtual", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_gradients_are_the_same_bits_in_every_order_of_events(virtual):
+@pytest.mark.parametrize(
+    ("virtual", "schedule"),
+    [(1, "1f1b"), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, "1f1b"), (1, "zb-h1"), (2, "zb-v")))],
+)
+def test_gradients_are_the_same_bits_in_every_order_of_events(virtual, schedule):
     sizes = make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 6)
-    found = [check(sizes, 2, 2, 3, 30, virtual=virtual, events=events).gradients for events in range(10)]
+    how = {"virtual": virtual, "schedule": schedule}
+    found = [check(sizes, 2, 2, 3, 30, events=events, **how).gradients for events in range(10)]
     assert all(torch.equal(*pair) for step in found for pair in zip(step, found[0], strict=True))

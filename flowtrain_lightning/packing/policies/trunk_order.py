@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from flowtrain_lightning.packing.policies.virtual_stages import virtual_stage_orders
+from flowtrain_lightning.packing.policies.virtual_stages import ChunkPass, virtual_stage_orders
+from flowtrain_lightning.packing.policies.zero_bubble import zero_bubble_orders
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan
@@ -36,8 +38,7 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
 
     Where nobody reads what the trunk makes, each microbatch goes backward at once. Else two may be open, so that the
     trunk need not wait for those behind it; one, where a rank has both roles and takes turns in a fixed order. In
-    stages it is 1F1B: in each as many may be open as there are stages from it on, so that none waits for what comes
-    later, and the last one never waits for gradients. Of virtual stages the first ones count.
+    stages it is that of `stage_order`, without gradients of weights; of several runs of layers the first ones count.
 
     Args:
         plan: who encodes and who reads what.
@@ -45,19 +46,40 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
         stage: of the trunk; encoders go by the first, which is the last to give gradients.
     """
     count = len(plan.microbatches[0])
-    if members.virtual > 1:
-        of_stage = virtual_stage_orders(count, members.stages, members.virtual)[stage]
-        return _with_answers((each.kind, each.position) for each in of_stage if each.chunk == 0)
     if members.stages > 1:
-        return _with_answers(in_order(count, range(count), most_open(members, stage)))
+        return order_of_stage(count, members.pipeline, stage)
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
     return _with_answers(in_order(count, read, most_open(members)))
 
 
-def most_open(members: StepMembers, stage: int = 0) -> int:
-    """Microbatches of a member of the trunk that may be open, in a stage, or where a role behind it reads them."""
-    if members.stages > 1:
-        return members.stages - stage
+def order_of_stage(positions: int, pipeline: StageSchedule, stage: int = 0) -> TrunkOrder:
+    """The order of a stage as encoders see it, see `trunk_order`."""
+    of_stage = stage_order(positions, pipeline, stage)
+    counted = (each for each in of_stage if each.chunk == 0 and each.kind != "weights")
+    return _with_answers((each.kind, each.position) for each in counted)
+
+
+def stage_order(positions: int, pipeline: StageSchedule, stage: int) -> tuple[ChunkPass, ...]:
+    """The order in which a stage works.
+
+    In 1F1B as many microbatches may be open as there are stages from it on, so that none waits for what comes later,
+    and the last one never waits for gradients.
+
+    Args:
+        positions: microbatches of a member.
+        pipeline: its stages.
+        stage: which one.
+    """
+    if pipeline.splits:
+        return zero_bubble_orders(positions, pipeline)[stage]
+    if pipeline.chunks > 1:
+        return virtual_stage_orders(positions, pipeline.stages, pipeline.chunks)[stage]
+    found = in_order(positions, range(positions), pipeline.stages - stage)
+    return tuple(ChunkPass(kind, 0, position) for kind, position in found)
+
+
+def most_open(members: StepMembers) -> int:
+    """Microbatches of a member of the trunk that may be open where a role behind it reads them."""
     shared = members.in_fixed_order and any(role in members.colocated for role in members.behind)
     return 1 if shared else MOST_OPEN
 

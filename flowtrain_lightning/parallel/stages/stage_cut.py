@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
@@ -22,7 +23,7 @@ class StageCut:
 
     Attributes:
         stage: which one.
-        stages: of the half.
+        pipeline: all stages of the half.
         blocks: paths of all repeated blocks of the half, in order.
         chunks: the numbers of those of this stage: runs that are computed one by one.
         held: names of the parameters of the half that this stage holds.
@@ -32,7 +33,7 @@ class StageCut:
     """
 
     stage: int
-    stages: int
+    pipeline: StageSchedule
     blocks: tuple[str, ...]
     chunks: tuple[range, ...]
     held: frozenset[str]
@@ -43,12 +44,17 @@ class StageCut:
     @property
     def is_last(self) -> bool:
         """The stage computes the loss, with its last chunk."""
-        return self.stage == self.stages - 1
+        return self.stage == self.pipeline.last
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """The number of the stage, of how many, and its chunks."""
-        return self.stage, self.stages, len(self.chunks)
+    def place(self) -> tuple[int, StageSchedule]:
+        """The number of the stage, and all of them."""
+        return self.stage, self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.pipeline.stages
 
     def ends_in(self, chunk: int) -> bool:
         """Whether a chunk of this stage has the last blocks of the half."""
@@ -59,7 +65,7 @@ class StageCut:
         return not any(name.startswith(f"{path}.") for name in self.held)
 
 
-def cut_half(module: HalvedModule, role: str, stage: int, stages: int, virtual: int = 1) -> StageCut:
+def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedule) -> StageCut:
     """Finds what one stage of a half holds.
 
     The blocks are divided evenly. What was registered before the first of them belongs to the first stage, as
@@ -70,24 +76,23 @@ def cut_half(module: HalvedModule, role: str, stage: int, stages: int, virtual: 
         module: is built, if only without memory.
         role: whose half it is.
         stage: which one.
-        stages: of the half.
-        virtual: chunks of each stage.
+        pipeline: all stages of the half.
 
     Raises:
         ValueError: there are fewer blocks than chunks.
     """
     blocks = _blocks(module, role)
-    count = stages * virtual
+    count, virtual, last = pipeline.count, pipeline.chunks, pipeline.last
     if len(blocks) < count:
-        several = f" and virtual {virtual}" if virtual > 1 else ""
+        several = f", with {virtual} runs of layers each" if virtual > 1 else ""
         raise ValueError(
-            f"The {role} has pipeline {stages}{several}, but {len(blocks)} repeated blocks: classes with weights that "
-            f"a list of modules holds several times. Set pipeline to {max(len(blocks) // virtual, 1)} or less, or put "
-            "its layers into one nn.ModuleList."
+            f"The {role} has pipeline {pipeline.stages}{several}, but {len(blocks)} repeated blocks: classes with "
+            f"weights that a list of modules holds several times. Set pipeline to {max(len(blocks) // virtual, 1)} or "
+            "less, or put its layers into one nn.ModuleList."
         )
     bounds = [len(blocks) * each // count for each in range(count + 1)]
     chunks = [range(*bounds[each : each + 2]) for each in range(count)]
-    stage_of_block = [each % stages for each, chunk in enumerate(chunks) for _ in chunk]
+    stage_of_block = [pipeline.stage_of(each) for each, chunk in enumerate(chunks) for _ in chunk]
     holders: defaultdict[int, set[int]] = defaultdict(set)  # of each parameter, by identity, since names may share one
     names: dict[str, int] = {}
     first, seen = f"{blocks[0]}.", False
@@ -96,7 +101,7 @@ def cut_half(module: HalvedModule, role: str, stage: int, stages: int, virtual: 
         if role_of(name, module.halves) == role:
             number = _block_of(name, blocks)
             names[name] = id(parameter)
-            holders[id(parameter)].add(stage_of_block[number] if number is not None else (stages - 1 if seen else 0))
+            holders[id(parameter)].add(stage_of_block[number] if number is not None else (last if seen else 0))
     absent = {name for name, key in names.items() if stage not in holders[key]}
     before = {name for name in absent if 0 in holders[names[name]] and _block_of(name, blocks) is None}
     known = {name for name, _ in module.named_parameters()}
@@ -104,10 +109,11 @@ def cut_half(module: HalvedModule, role: str, stage: int, stages: int, virtual: 
         number = _block_of(name, blocks) if role_of(name, module.halves) == role else None
         if number is not None and stage_of_block[number] != stage:
             absent.add(name)
-    ties = tuple(name for name, key in names.items() if name in known and {0, stages - 1} <= holders[key])
-    own = tuple(chunks[stage::stages])
+    both = {0, last} if last else {-1}  # none, where one stage has both ends
+    ties = tuple(name for name, key in names.items() if name in known and both <= holders[key])
+    own = tuple(chunks[pipeline.number(stage, chunk)] for chunk in range(virtual))
     held = frozenset(names.keys() - absent)
-    return StageCut(stage, stages, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
+    return StageCut(stage, pipeline, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
 
 
 def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from flowtrain_lightning.parallel.stages.late_weights import LateWeights
 from flowtrain_lightning.parallel.stages.stage_cut import StageCut
 
 _CHECKED = 16
@@ -41,12 +42,14 @@ class StageForward:
 
     Attributes:
         cut: as given.
+        late: its linear layers, where backwards leave the gradients of their weights for later; else None.
         column: the ranks of all stages that compute on the same samples, in order of stages; None until the half is in
             its layout.
     """
 
     def __init__(self, module: nn.Module, cut: StageCut) -> None:
         self.cut = cut
+        self.late = LateWeights() if cut.pipeline.splits else None
         self.column: dist.ProcessGroup | None = None
         self._method = _Method(module)
         self._given: Tensor | None = None  # hidden states that the first block takes
@@ -72,7 +75,11 @@ class StageForward:
 
     def attach(self) -> None:
         """Lets the first block of the stage take hidden states, before its layout sees them, in which it is by now."""
-        for chunk in () if self._hooked else self.cut.chunks:
+        if self._hooked:
+            return
+        if self.late is not None:
+            self.late.attach(self._method.module)
+        for chunk in self.cut.chunks:
             block = self._method.module.get_submodule(self.cut.blocks[chunk.start])
             block.register_forward_pre_hook(partial(self._begin, chunk), with_kwargs=True, prepend=True)
         self._hooked = True

@@ -1,0 +1,57 @@
+"""Stages, the runs of layers that each holds, and the schedule by which microbatches pass through them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Schedule = Literal["1f1b", "zb-h1", "zb-v"]
+"""In which order stages work: with whole backwards (1F1B), or with weights' gradients later (zero bubble).
+
+``"1f1b"`` is interleaved where stages hold several runs of layers. ``"zb-h1"`` and ``"zb-v"`` split each backward: its
+first part gives gradients to the stage before, and what is left, the gradients of weights, fills time in which a stage
+would wait (Qi et al., 2401.10241). With ``"zb-v"`` a stage holds two runs, of which the second ones go back through the
+stages, so that the first stage has both ends of the model (2405.15362).
+"""
+
+
+class StageSchedule(NamedTuple):
+    """Stages of a trunk. A chunk is a run of layers that is computed by itself; chunks have numbers, in layer order.
+
+    Attributes:
+        stages: how many.
+        chunks: of each stage.
+        schedule: in which order they work.
+    """
+
+    stages: int = 1
+    chunks: int = 1
+    schedule: Schedule = "1f1b"
+
+    @property
+    def count(self) -> int:
+        """Of all chunks."""
+        return self.stages * self.chunks
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights are a work of their own, behind the rest of a backward."""
+        return self.schedule != "1f1b"
+
+    @property
+    def last(self) -> int:
+        """The stage that has the last layers."""
+        return self.stage_of(self.count - 1)
+
+    def number(self, stage: int, chunk: int) -> int:
+        """The number of one of a stage's chunks."""
+        turned = self.schedule == "zb-v" and chunk % 2
+        return chunk * self.stages + (self.stages - 1 - stage if turned else stage)
+
+    def stage_of(self, number: int) -> int:
+        """The stage that has the chunk of a number."""
+        chunk, within = divmod(number, self.stages)
+        return self.stages - 1 - within if self.schedule == "zb-v" and chunk % 2 else within
+
+
+ONE_STAGE = StageSchedule()
+"""All layers in one place."""

@@ -1,0 +1,120 @@
+"""Gradients of weights that a backward leaves for later, so that the stage before has its gradients sooner.
+
+It is linear layers that do so: they have nearly all weights, and of each half of the backward's work is for them. Other
+weights (norms, biases, embeddings, experts) have their gradients with the rest of the backward, which is as exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+class LateWeight(NamedTuple):
+    """A weight's gradient that has not been made.
+
+    Attributes:
+        weight: ``[outputs, inputs]``.
+        inputs: ``[rows, inputs]`` of the forward.
+        gradients: ``[rows, outputs]`` of the loss with regard to the layer's outputs.
+    """
+
+    weight: nn.Parameter
+    inputs: Tensor
+    gradients: Tensor
+
+
+class LateWeights:
+    """The linear layers of one stage, which make their weights' gradients at once, or leave them for later.
+
+    Attributes:
+        left: by the backward that runs; None: it makes all of them.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[LateWeight] | None = None
+
+    def attach(self, module: nn.Module) -> None:
+        """Takes over the linear layers that are in a module, and no others that compute in their own way."""
+        for part in module.modules():
+            if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in vars(part):
+                part.forward = partial(self._linear, part)  # type: ignore[method-assign]
+
+    @contextmanager
+    def left_in(self, left: list[LateWeight]) -> Iterator[None]:
+        """Inside, a backward runs that leaves the gradients of weights, to be made by `finish`."""
+        self.left = left
+        try:
+            yield
+        finally:
+            self.left = None
+
+    @staticmethod
+    def finish(left: list[LateWeight]) -> None:
+        """Makes the gradients that a backward has left, as if that had: with all hooks of the weights."""
+        ones = [_Late.apply(*each) for each in left]  # type: ignore[no-untyped-call]
+        left.clear()  # what is kept for each goes as soon as it is made
+        if ones:
+            torch.autograd.backward(ones, [torch.ones_like(one) for one in ones])
+
+    def _linear(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        if not (torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)):
+            return functional.linear(inputs, weight, bias)
+        # Autocast stops at a function of one's own, and would not know of the gradients of what it casts inside.
+        kind = inputs.device.type
+        if torch.is_autocast_enabled(kind) and inputs.dtype != torch.float64:
+            inputs = inputs.to(torch.get_autocast_dtype(kind))
+        found: Tensor = _Linear.apply(self, inputs, weight, bias)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer, whose weight's gradient may be left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateWeights, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        ctx.late, ctx.bias_type = late, None if bias is None else bias.dtype
+        ctx.weight = weight  # what is saved may come back as a copy, which leads to no weight: of layers computed again
+        ctx.save_for_backward(inputs)
+        kind = inputs.dtype
+        with torch.autocast(inputs.device.type, enabled=False):
+            return functional.linear(inputs, weight.to(kind), None if bias is None else bias.to(kind))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        (inputs,), weight = ctx.saved_tensors, ctx.weight
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        given = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = rows.sum(0).to(ctx.bias_type) if ctx.needs_input_grad[3] else None
+        each = LateWeight(weight, inputs.reshape(-1, inputs.shape[-1]), rows)
+        if ctx.late.left is None:
+            return None, given, _gradient(each), of_bias
+        ctx.late.left.append(each)
+        return None, given, None, of_bias
+
+
+class _Late(torch.autograd.Function):
+    """Zero, whose gradient with regard to a weight is the one that was left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, inputs: Tensor, gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, inputs, gradients)
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        return _gradient(LateWeight(*ctx.saved_tensors)), None, None
+
+
+def _gradient(left: LateWeight) -> Tensor:
+    return (left.gradients.t() @ left.inputs).to(left.weight.dtype)
