@@ -57,7 +57,8 @@ def run() -> None:
     sizes = read_sizes(options.data, _modalities(allocation))
     if not len(sizes):
         raise PlanningError(f"{options.data} has no samples to make steps of.")
-    workload = in_steps(_workload(sizes, _token_budget(options.token_budget, profile)), options, is_assumed=False)
+    budgets = (_token_budget(options.token_budget, profile), options.encoder_budget)
+    workload = in_steps(_workload(sizes, *budgets), options, is_assumed=False)
     costs = _costs(options, allocation, workload, profile)
     balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
     steps = steps_of(workload, sizes, balanced_by, options.steps, options.seed)
@@ -101,7 +102,7 @@ def _token_budget(given: int | None, profile: Profile | None) -> int:
     return Workload.token_budget if profile is None else int(profile.origin.settings["token_budget"])
 
 
-def _workload(sizes: SampleSizes, budget: int) -> Workload:
+def _workload(sizes: SampleSizes, token_budget: int, encoder_budget: int) -> Workload:
     """The data as planning takes them."""
     media, content = {}, {}
     for modality in sizes.modalities:
@@ -109,7 +110,7 @@ def _workload(sizes: SampleSizes, budget: int) -> Workload:
         media[modality] = sizes.media_patches[own]
         if sizes.media_content is not None:
             content[modality] = sizes.media_content[own]
-    return Workload(sizes.tokens, media, token_budget=budget, content=content)
+    return Workload(sizes.tokens, media, token_budget=token_budget, encoder_budget=encoder_budget, content=content)
 
 
 def _costs(
@@ -130,7 +131,8 @@ def _costs(
         workload = replace(workload, media=media, content=content)
     most = max((patches.sum() for patches in workload.media.values()), default=0)
     of_a_microbatch = max(1, round(workload.token_budget * most / workload.tokens.sum()))
-    workload = replace(workload, encoder_budget=of_a_microbatch)  # what one microbatch reads is a batch
+    of_a_batch = min(workload.encoder_budget, of_a_microbatch)  # what one microbatch reads is a batch, if it fits
+    workload = replace(workload, encoder_budget=of_a_batch)
     cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
     return ModelledLayoutCosts(role_problems(module, workload, cluster, options.precision, shares), allocation)
