@@ -102,7 +102,9 @@ class PlanReport:
             lines.append(f"{what} what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
         if (small := batch_warning(self.problems)) is not None:
             lines.append(small)
-        if (slow := loading_warning(self._cores(self.shown) or 0.0, self.problems)) is not None:
+        if (
+            slow := loading_warning(self._cores(self.shown) or 0.0, self.problems[BACKBONE].cluster.device)
+        ) is not None:
             lines.append(slow)
         if self.given is not None:
             lines += self._verdict_on_given(self.given)

@@ -108,3 +108,18 @@ def test_they_agree_on_small_encoder_batches_which_take_longer(flowtrain):
         seconds.append(simulated["step_seconds"])
         assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
     assert seconds[1] > 1.1 * seconds[0]
+
+
+def test_they_agree_where_hosts_decode_slower_than_devices_compute(flowtrain, tmp_path):
+    table = {"tokens": [700] * 96, "image_tokens": [[2048]] * 96}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    (tmp_path / "few.yaml").write_text("{like: h200, cores: 0.2}")
+    common = ("--model", "qwen2-vl-2b", "--data", "lengths.parquet", "--batch", 96)
+    seconds = []
+    for device in ("h200", "few.yaml"):
+        planned = flowtrain("plan", *common, "--device", device, "--devices", 4, "--out", "plan.yaml")
+        simulated = flowtrain("simulate", *common, "--device", device, "--plan", "plan.yaml")
+        seconds.append(simulated["step_seconds"])
+        assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
+        assert sum(simulated["shares"]["backbone"].values()) <= 1.001
+    assert seconds[1] > 1.5 * seconds[0]
