@@ -113,7 +113,7 @@ def test_they_agree_on_small_encoder_batches_which_take_longer(flowtrain):
 def test_they_agree_where_hosts_decode_slower_than_devices_compute(flowtrain, tmp_path):
     table = {"tokens": [700] * 96, "image_tokens": [[2048]] * 96}
     parquet.write_table(pyarrow.table(table), "lengths.parquet")
-    (tmp_path / "few.yaml").write_text("{like: h200, cores: 0.2}")
+    (tmp_path / "few.yaml").write_text("{like: h200, cores: 0.1}")
     common = ("--model", "qwen2-vl-2b", "--data", "lengths.parquet", "--batch", 96)
     seconds = []
     for device in ("h200", "few.yaml"):
@@ -122,4 +122,4 @@ def test_they_agree_where_hosts_decode_slower_than_devices_compute(flowtrain, tm
         seconds.append(simulated["step_seconds"])
         assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
         assert sum(simulated["shares"]["backbone"].values()) <= 1.001
-    assert seconds[1] > 1.5 * seconds[0]
+    assert seconds[1] > 2 * seconds[0]
