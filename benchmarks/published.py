@@ -33,9 +33,9 @@ from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
 
-_READING = """[How to read them](../../docs/planning.md#beside-what-papers-print). *Balanced* pipelines lack waiting, whose
-parts `python -m benchmarks.interleaved` prints. Other rows of HetPar's paper contradict each winner that is missed, so no
-penalty was fitted."""
+_READING = """[How to read them](../../docs/planning.md#beside-what-papers-print). *Balanced* pipelines lack waiting,
+whose parts `python -m benchmarks.interleaved` prints. Other rows of HetPar's paper contradict each missed winner,
+so no penalty was fitted."""
 
 FUSED = replace(COEFFICIENTS, attention_reached=1.0, memory=0.8)
 """These papers run Megatron-LM, whose norms, activations and losses are fused, so that each byte is moved once, and
