@@ -1,5 +1,7 @@
 """The planner's predictions beside figures that papers print: ``python -m benchmarks.published``.
 
+It takes seconds, and writes ``benchmarks/results/published.md``.
+
 No number is fitted to a figure that is reported, but none is predicted blindly: what HetPar leaves out, and when a
 winner counts as right, was decided after results had been seen (see `docs/planning.md`). Peaks are data sheets', shares
 of peaks public microbenchmarks', both named in `flowtrain_lightning/allocator/devices.py`; what training sustains of
@@ -12,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks import published_figures as figures
+from benchmarks.launch import machine
+from benchmarks.modules import ROOT
 from benchmarks.printed import TIE, Prediction, Sign
-from benchmarks.report import table
+from benchmarks.report import machine_line, table
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, Layout, RoleProblem, Workload, role_problems
 from flowtrain_lightning.allocator.coefficients import COEFFICIENTS, Coefficients, assumed_efficiency
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
@@ -27,6 +32,10 @@ from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, role_time
+
+_READING = """[How to read them](../../docs/planning.md#beside-what-papers-print). *Balanced* pipelines lack waiting,
+whose parts `python -m benchmarks.interleaved` prints. Other rows of HetPar's paper contradict each missed winner,
+so no penalty was fitted."""
 
 FUSED = replace(COEFFICIENTS, attention_reached=1.0, memory=0.8)
 """These papers run Megatron-LM, whose norms, activations and losses are fused, so that each byte is moved once, and
@@ -228,7 +237,7 @@ def report() -> str:
             _times(predictions),
             _times(hetpar_times),
             table(("HetPar gain", "printed", "predicted", "winner right"), gains),
-            *summary(predictions, hetpar_times, signs),
+            *(f"- {each}." for each in summary(predictions, hetpar_times, signs)),
         ]
     )
 
@@ -268,9 +277,13 @@ def _gains(signs: list[Sign]) -> str:
 
 
 def main() -> None:
-    """Print the report."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print(report())
+    """Print the report, and write it beside the other results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    options, found = parser.parse_args(), report()
+    print(found)
+    parts = ("# Predicted and printed step times", _READING, found, machine_line(machine()))
+    (options.out / "published.md").write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
@@ -28,12 +29,12 @@ class Half:
     handed_over: tuple[int, float] | None = None
     perceptrons_only: bool = False
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Numbers of all parts."""
         return sum(part.parameters for part in self.parts)
 
-    @property
+    @cached_property
     def trainable_parameters(self) -> int:
         """Numbers of the parts that train."""
         return sum(part.trained_parameters for part in self.parts)
@@ -43,17 +44,17 @@ class Half:
         """Whether any part trains."""
         return self.trainable_parameters > 0
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Layers, ...]:
         """The parts that are transformer layers."""
         return tuple(part for part in self.parts if isinstance(part, Layers))
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Transformer layers in all."""
         return sum(part.count for part in self.layers)
 
-    @property
+    @cached_property
     def result(self) -> tuple[int, float]:
         """Numbers in a vector of the result, and such vectors per token of the half."""
         if self.handed_over is not None:

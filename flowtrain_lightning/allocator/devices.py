@@ -40,6 +40,7 @@ class Device:
         host: bytes/s to and from the host's memory, as copies reach it.
         overhead: bytes that context, libraries and communication buffers take.
         launch: seconds in which its host starts an operation of eager code.
+        cores: processors of its host that decode for it: clouds rent 8 to 26 beside a device.
         tile: numbers of a matrix product's result that a processor computes at a time.
         source: where the numbers are from.
 
@@ -62,6 +63,7 @@ class Device:
     host: float = 50e9
     overhead: float = 2 * GIB
     launch: float = LAUNCH
+    cores: float = 8
     tile: int = TILE**2
     source: str = "given by the user"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, hypot
 
 from flowtrain_lightning.allocator.allocation import Allocation
@@ -42,6 +42,7 @@ class ModelledPlan(Prediction):
         mfu: FLOPs that a step must spend over what the whole cluster could meanwhile.
         peak_bytes: memory of the fullest device.
         band: factors of ``seconds`` between which 80 % of measured steps are expected.
+        held_up: how many times as long a step takes as on hosts that decode in no time.
     """
 
     chosen: Mapping[str, Candidate]
@@ -50,6 +51,7 @@ class ModelledPlan(Prediction):
     mfu: float
     peak_bytes: float
     band: Band
+    held_up: float = 1.0
 
     @property
     def seconds_low(self) -> float:
@@ -69,6 +71,17 @@ class ModelledPlan(Prediction):
             "MFU": f"{100 * self.mfu:.1f} %",
             "peak GB": f"{self.peak_bytes / 1e9:.1f}",
         }
+
+    def slowed(self, times: float) -> ModelledPlan:
+        """The plan if its steps took so many times as long."""
+        return replace(
+            self,
+            seconds=self.seconds * times,
+            samples_per_second=self.samples_per_second / times,
+            idle={role: 1 - (1 - share) / times for role, share in self.idle.items()},
+            waiting=self.waiting * times,
+            mfu=self.mfu / times,
+        )
 
     def is_laid_out_as(self, other: ModelledPlan) -> bool:
         """Whether both put the same layouts onto the same devices: uniform plans are colocated, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Layers:
         """Numbers in a token's keys, and in its values."""
         return self.key_value_heads * self.head_size
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Numbers in one layer's attention matrices."""
         return 2 * self.hidden * (self.query_width + self.key_value_width)
@@ -164,19 +165,19 @@ class Layers:
             return 0
         return (3 if self.gated else 2) * self.hidden * self.experts.count * self.experts.feed_forward
 
-    @property
+    @cached_property
     def adapted_width(self) -> int:
         """Inputs and outputs of one layer's matrices that have adapters, all together."""
         attention = 4 * self.hidden + 2 * (self.query_width + self.key_value_width)
         inner = self.feed_forward if self.experts is None else self.experts.shared
         return attention + (3 if self.gated else 2) * (self.hidden + inner) * (inner > 0)
 
-    @property
+    @cached_property
     def trained_parameters(self) -> int:
         """Those that train: all, or adapters."""
         return self.parameters if self.trainable else self.count * self.adapters * self.adapted_width
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Numbers of one layer, its two norms and adapters included."""
         matrices = 3 if self.gated else 2
@@ -187,7 +188,7 @@ class Layers:
             feed_forward = matrices * self.hidden * width + self.hidden * self.experts.count
         return self.attention_parameters + feed_forward + 2 * self.hidden + self.adapters * self.adapted_width
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Numbers of all layers."""
         return self.count * self.layer_parameters

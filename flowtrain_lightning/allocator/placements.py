@@ -62,10 +62,11 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
     of the roles in the first plan, even if that gains nothing. None stands for what does not fit.
     """
     waits, former = dict.fromkeys(tables, 0.0), None
+    fronts = {role: table.fastest_by_devices for role, table in tables.items()}  # which waiting as long leaves as it is
     full: list[ModelledPlan] = []
     lean: list[ModelledPlan] = []
     for _ in range(_ROUNDS):
-        waiting = {role: table.slowed_by(waits[role]) for role, table in tables.items()}
+        waiting = {role: front.slowed_by(waits[role]) for role, front in fronts.items()}
         slowed = match_throughputs(waiting, problems.cluster.devices)
         if slowed is None:
             break

@@ -57,7 +57,10 @@ class _GivenPlans:
 
 
 def choose_plans(
-    costs: ModelledCosts, simulator: PlanSimulator | None = None, running: Sequence[ModelledPlan] | None = None
+    costs: ModelledCosts,
+    simulator: PlanSimulator | None = None,
+    running: Sequence[ModelledPlan] | None = None,
+    as_loaded: Callable[[ModelledPlan], ModelledPlan] = lambda plan: plan,
 ) -> Choices:
     """The plans to show.
 
@@ -65,6 +68,7 @@ def choose_plans(
         costs: predict the best plan of every kind.
         simulator: plays these, so that the choice is by what a packed step takes; None takes them as modelled.
         running: what `running_plans` gives, if it is known.
+        as_loaded: what hosts make of a plan, whose loaders may be slower than its steps.
 
     Raises:
         NoPlanError: nothing fits at all.
@@ -74,10 +78,11 @@ def choose_plans(
     if not modelled:
         return Choices(anyway, None)
     played = modelled if simulator is None else simulator.simulated(modelled)
-    both = _one_of_each_kind(list(zip(modelled, played, strict=True)), costs.margin)
+    kinds = _one_of_each_kind(list(zip(modelled, played, strict=True)), costs.margin)
+    both = [(before, as_loaded(after)) for before, after in kinds]
     recommended = choose_placement(_GivenPlans(tuple(after for _, after in both)))
     before = next(before for before, after in both if after is recommended.chosen)
-    return Choices(recommended, _faster(anyway.chosen, before, recommended.chosen))
+    return Choices(recommended, _faster(anyway.chosen, before, recommended.chosen, as_loaded))
 
 
 def _one_of_each_kind(
@@ -146,18 +151,18 @@ def can_run(role: str, layout: Layout, problems: Problems, placement: Placement 
     return all(_suits(layout, one) is None for one in problems.values())
 
 
-def _faster(best: ModelledPlan, modelled: ModelledPlan, recommended: ModelledPlan) -> ModelledPlan | None:
+def _faster(
+    best: ModelledPlan,
+    modelled: ModelledPlan,
+    recommended: ModelledPlan,
+    as_loaded: Callable[[ModelledPlan], ModelledPlan],
+) -> ModelledPlan | None:
     """The best plan of all, slowed as the recommended one is by being simulated; None where it is not faster."""
     if best.seconds >= modelled.seconds:
         return None
-    slower = recommended.seconds / modelled.seconds
-    return replace(
-        best,
-        seconds=best.seconds * slower,
-        samples_per_second=best.samples_per_second / slower,
-        waiting=best.waiting * slower,
-        mfu=best.mfu / slower,
-    )
+    simulated = recommended.seconds / recommended.held_up
+    found = as_loaded(best.slowed(simulated / modelled.seconds))
+    return found if found.seconds < recommended.seconds else None
 
 
 def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:

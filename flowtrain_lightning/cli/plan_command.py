@@ -33,7 +33,6 @@ from flowtrain_lightning.cli.plan_remedies import refusal
 from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
 from flowtrain_lightning.cli.plan_sweep import sweep
-from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
 
 MISTAKES = (PlanningError, ProfileError)
@@ -68,7 +67,8 @@ def run() -> None:
     tokens = options.time_to_train
     bill = None if tokens is None else bill_of(shown, question.problems, tokens, price)
     kept = kept_plan(choices.recommended.chosen, question.costs, question.simulator)
-    report = PlanReport(choices, question.problems, question.module, data, given, bill, options.out, kept)
+    budget = options.encoder_budget
+    report = PlanReport(choices, question.problems, question.module, data, given, bill, options.out, kept, budget)
     if options.out is not None:
         _write(report, options.out)
     if options.plot is not None:
@@ -102,13 +102,6 @@ def _parser() -> argparse.ArgumentParser:
         default=LOSS_CHUNK,
         metavar="TOKENS",
         help="tokens whose logits the loss holds at a time (default: %(default)s, as the models of Hugging Face here)",
-    )
-    add(
-        "--encoder-budget",
-        type=int,
-        default=ENCODER_BUDGET,
-        metavar="PATCHES",
-        help="the most patches of an encoder batch (default: %(default)s)",
     )
     add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
     add("--optimizer", choices=list(OPTIMIZERS), default=OPTIMIZERS[0], help="default: %(default)s")
@@ -195,7 +188,8 @@ def _write(report: PlanReport, path: Path) -> None:
         f"{report.module.name} on {cluster.devices} {cluster.device.name}, {cluster.per_node} a node: {plan.name}.",
         f"Predicted: {plan.seconds:.3f} s a step (80 % band {plan.seconds_low:.3f} to {plan.seconds_high:.3f}), "
         f"{plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
-        f"For microbatches of up to {report.problems.load.budget} tokens (token_budget).",
+        f"For microbatches of up to {report.problems.load.budget} tokens (token_budget) and encoder batches "
+        f"of up to {report.encoder_budget} patches (encoder_budget).",
     ]
     if (reason := why_plan_cannot_run(plan, report.problems)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")

@@ -1,10 +1,12 @@
-"""Whether hosts decode pictures as fast as a plan's steps need them: what no model of the devices' time knows."""
+"""Hosts decode pictures beside a plan's steps: how many cores that takes, and how much longer steps get with fewer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil, isqrt
 
-from flowtrain_lightning.allocator import ModuleDescription
+from flowtrain_lightning.allocator import Device, ModuleDescription
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.module_parts import Dense
@@ -15,26 +17,45 @@ DECODING = 35e-9
 Measured with the image processor of the data module on an EPYC core: 34 to 57 ns, the larger the picture the less.
 Files of more pixels than the tower sees take longer, and so do clips."""
 
-MOST_CORES = 8
-"""Cores that a device's host is taken to have for its loaders: clouds rent 8 to 26 beside a device."""
-
 _SEEN = ("image", "video")
 _CHANNELS = 3
 
 
-def cores_for_pictures(plan: ModelledPlan, problems: Problems, module: ModuleDescription) -> float | None:
-    """Cores that the busiest rank's loader needs to keep up with the steps; None where no encoder sees pixels.
+def decoding_seconds(
+    problems: Problems, module: ModuleDescription, loading: Mapping[str, int], *, apart: bool
+) -> float | None:
+    """Seconds in which a lone core decodes what the busiest rank loads of a step; None where no encoder sees pixels.
 
     Each rank loads the media that it encodes, and ranks that share an encoder's layers each load all of theirs.
+
+    Args:
+        problems: role -> what is computed of it.
+        module: the same module.
+        loading: role -> data-parallel members of its layout, among which its media are divided.
+        apart: each rank has one role, and loads for no other.
     """
     seconds: list[float] = []
     for modality, half in module.encoders.items():
         if modality in _SEEN and (pixels := _pixels_of_a_token(half)) is not None:
             role = module.role_of(modality)
-            tokens = problems[role].load.tokens / plan.chosen[role].layout.data
-            seconds.append(tokens * pixels * DECODING)
-    together = max(seconds, default=0.0) if plan.kind == "separate" else sum(seconds)
-    return together / plan.seconds if seconds else None
+            seconds.append(problems[role].load.tokens / loading[role] * pixels * DECODING)
+    if not seconds:
+        return None
+    return max(seconds) if apart else sum(seconds)
+
+
+def cores_for_pictures(plan: ModelledPlan, problems: Problems, module: ModuleDescription) -> float | None:
+    """Cores with which the busiest rank's loader keeps up with what devices compute; None where nobody sees pixels."""
+    members = {role: one.layout.data for role, one in plan.chosen.items()}
+    seconds = decoding_seconds(problems, module, members, apart=plan.kind == "separate")
+    return None if seconds is None else seconds / (plan.seconds / plan.held_up)
+
+
+def held_up_by_loading(plan: ModelledPlan, problems: Problems, module: ModuleDescription) -> ModelledPlan:
+    """The plan with steps as long as hosts decode, where devices would be faster: loaders work ahead, so no longer."""
+    cores = cores_for_pictures(plan, problems, module) or 0.0
+    times = cores / problems.cluster.device.cores
+    return plan if times <= 1 else replace(plan.slowed(times), held_up=times)
 
 
 def workers_for(cores: float) -> int:
@@ -49,15 +70,15 @@ def loading_in_words(cores: float) -> str:
     return f"decoding pictures takes each rank {cores:.2g} of its host's cores, at {DECODING * 1e9:.0f} ms a megapixel"
 
 
-def loading_warning(cores: float, problems: Problems) -> str | None:
-    """That hosts may not keep up, and what would help; None where they do."""
-    if cores <= MOST_CORES:
+def loading_warning(cores: float, device: Device) -> str | None:
+    """That steps wait for hosts, and what would help; None where they do not."""
+    if cores <= device.cores:
         return None
-    device = problems.cluster.device.name
     return (
-        f"Loading may be slower than this: to decode as fast, each rank needs about {ceil(cores)} cores of its host, "
-        f"and beside {device} there are often {MOST_CORES} for it. Steps then take up to {cores / MOST_CORES:.1f} "
-        "times as long; smaller pictures on disk (no larger than the encoder sees) decode faster."
+        f"Steps wait for pictures, {cores / device.cores:.1f} times as long as they would take: to decode as fast as "
+        f"devices compute, each rank needs about {ceil(cores)} cores of its host, and beside {device.name} "
+        f"{device.cores:g} are counted on (`cores` in its YAML file). Smaller pictures on disk (no larger than the "
+        "encoder sees) decode faster."
     )
 
 

@@ -23,6 +23,7 @@ from flowtrain_lightning.allocator.role_problem import Precision, Problems
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_choice import Choices, can_run, choose_plans, running_plans
 from flowtrain_lightning.cli.plan_input import read_efficiencies
+from flowtrain_lightning.cli.plan_loading import held_up_by_loading
 from flowtrain_lightning.packing import DEFAULT_COST
 from flowtrain_lightning.placement.drawn_steps import sizes_of, steps_of
 from flowtrain_lightning.placement.profile import Profile
@@ -90,7 +91,7 @@ class PlanQuestion:
         Raises:
             NoPlanError: nothing fits.
         """
-        return choose_plans(self.costs, self.simulator, self.running)
+        return choose_plans(self.costs, self.simulator, self.running, self._as_loaded)
 
     def given(self, allocation: Allocation) -> ModelledPlan:
         """Predicts an allocation of the user's own, simulated where training runs it.
@@ -99,7 +100,10 @@ class PlanQuestion:
             PlanningError: it cannot be that of this module on these devices.
         """
         plan = given_plan(self.problems, allocation)
-        return plan if self.simulator is None else self.simulator.simulated([plan])[0]
+        return self._as_loaded(plan if self.simulator is None else self.simulator.simulated([plan])[0])
+
+    def _as_loaded(self, plan: ModelledPlan) -> ModelledPlan:
+        return held_up_by_loading(plan, self.problems, self.module)
 
     @cached_property
     def running(self) -> list[ModelledPlan]:

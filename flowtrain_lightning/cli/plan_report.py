@@ -18,6 +18,7 @@ from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_c
 from flowtrain_lightning.cli.plan_kept import KeptPlan
 from flowtrain_lightning.cli.plan_loading import cores_for_pictures, loading_in_words, loading_warning, workers_for
 from flowtrain_lightning.cli.plan_words import candidate_in_words, next_command, placed_in_words, tokens_in_words
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.text_table import counted, text_table
 
 
@@ -34,6 +35,7 @@ class PlanReport:
         bill: what training on so many tokens takes and costs, if that was asked.
         file: where the recommended plan was written, if it was.
         kept: what it would gain to keep features; None: nothing.
+        encoder_budget: the most patches of an encoder batch.
     """
 
     choices: Choices
@@ -44,6 +46,7 @@ class PlanReport:
     bill: Bill | None = None
     file: Path | None = None
     kept: KeptPlan | None = None
+    encoder_budget: int = ENCODER_BUDGET
 
     @property
     def shown(self) -> ModelledPlan:
@@ -100,7 +103,7 @@ class PlanReport:
             lines.append(f"{what} what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
         if (small := batch_warning(self.problems)) is not None:
             lines.append(small)
-        if (slow := loading_warning(self._cores(self.shown) or 0.0, self.problems)) is not None:
+        if (slow := loading_warning(self._cores(self.shown) or 0.0, self.problems.cluster.device)) is not None:
             lines.append(slow)
         if self.given is not None:
             lines += self._verdict_on_given(self.given)
@@ -203,7 +206,7 @@ class PlanReport:
             how = "FSDPStrategy()" if plan.chosen[BACKBONE].layout.shard == "fsdp" else "DDPStrategy()"
             return [f"Next: {self.module.name} reads text alone, so train it with Lightning's own {how}."]
         workers = workers_for(self._cores(plan) or 0.0)
-        return [f"Next: {next_command(plan, self.problems.of_trunk, self.file, workers)}"]
+        return [f"Next: {next_command(plan, self.problems.of_trunk, self.file, workers, self.encoder_budget)}"]
 
     def _cores(self, plan: ModelledPlan) -> float | None:
         return cores_for_pictures(plan, self.problems, self.module)

@@ -1,4 +1,4 @@
-"""The size of a step in ``flowtrain plan`` and ``simulate``: the one that training takes, or one that is named."""
+"""The size of a step and of its encoder batches in ``flowtrain plan`` and ``simulate``: as in training, or named."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from math import inf
 import numpy as np
 
 from flowtrain_lightning.allocator import PlanningError, Workload
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.sample_stream import usual_microbatches
 
 
 def add_step_size(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--batch`` and ``--microbatches``, of which one can be given."""
+    """Adds ``--encoder-budget``, and ``--batch`` and ``--microbatches``, of which one can be given."""
+    parser.add_argument(
+        "--encoder-budget",
+        type=int,
+        default=ENCODER_BUDGET,
+        metavar="PATCHES",
+        help="the most patches of an encoder batch (default: %(default)s)",
+    )
     parser.add_argument(
         "--group-by",
         choices=["media"],

@@ -8,6 +8,7 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
+from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.text_table import counted
 
 _HELD = {
@@ -75,7 +76,9 @@ def tokens_in_words(problems: Problems) -> str:
     return " and ".join(f"{problem.load.tokens:,.0f} tokens of the {role}" for role, problem in problems.items())
 
 
-def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, workers: int) -> str:
+def next_command(
+    plan: ModelledPlan, backbone: RoleProblem, file: Path | None, workers: int, encoder_budget: int
+) -> str:
     """The command that trains on a plan, by a configuration of the user's own.
 
     Steps there are as planned: they fill as many microbatches, or have as many samples.
@@ -85,6 +88,7 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, w
         backbone: what is known of its role.
         file: where the plan was written; None where it was not.
         workers: processes that load for each rank.
+        encoder_budget: the most patches of an encoder batch.
     """
     path = Path("plan.yaml") if file is None else file
     nodes = -(-plan.devices // backbone.cluster.per_node)
@@ -100,6 +104,7 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, w
         f"--trainer.strategy.allocation={path}",
         size,
         f"--data.token_budget={load.budget}",
+        *([f"--data.encoder_budget={encoder_budget}"] if encoder_budget != ENCODER_BUDGET else []),
         *([f"--data.num_workers={workers}"] if workers else []),
     ]
     before = f"`--out {path}` writes the plan; then\n" if file is None else ""

@@ -25,6 +25,7 @@ from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.command_table import UsageError, command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
+from flowtrain_lightning.cli.plan_loading import decoding_seconds
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
 from flowtrain_lightning.packing import DEFAULT_COST, IMAGE, PackingError, SampleSizes
 from flowtrain_lightning.placement.drawn_steps import steps_of
@@ -57,11 +58,14 @@ def run() -> None:
     sizes = read_sizes(options.data, _modalities(allocation))
     if not len(sizes):
         raise PlanningError(f"{options.data} has no samples to make steps of.")
-    workload = in_steps(_workload(sizes, _token_budget(options.token_budget, profile)), options, is_assumed=False)
-    costs = _costs(options, allocation, workload, profile)
+    budgets = (_token_budget(options.token_budget, profile), options.encoder_budget)
+    workload = in_steps(_workload(sizes, *budgets), options, is_assumed=False)
+    costs, decoding = _costs(options, allocation, workload, profile)
     balanced_by = (DEFAULT_COST, None) if profile is None else (profile.cost, profile.encoder_cost)
     steps = steps_of(workload, sizes, balanced_by, options.steps, options.seed)
     found = simulate(steps.packed(allocation), allocation, costs, options.encoder_activations)
+    if decoding is not None:
+        found = found.waiting_for(decoding)
     if options.plot is not None:
         _draw(found, options.plot)
     print(json.dumps(_values(found)) if options.json else _text(found, profile, options))
@@ -101,7 +105,7 @@ def _token_budget(given: int | None, profile: Profile | None) -> int:
     return Workload.token_budget if profile is None else int(profile.origin.settings["token_budget"])
 
 
-def _workload(sizes: SampleSizes, budget: int) -> Workload:
+def _workload(sizes: SampleSizes, token_budget: int, encoder_budget: int) -> Workload:
     """The data as planning takes them."""
     media, content = {}, {}
     for modality in sizes.modalities:
@@ -109,17 +113,20 @@ def _workload(sizes: SampleSizes, budget: int) -> Workload:
         media[modality] = sizes.media_patches[own]
         if sizes.media_content is not None:
             content[modality] = sizes.media_content[own]
-    return Workload(sizes.tokens, media, token_budget=budget, content=content)
+    return Workload(sizes.tokens, media, token_budget=token_budget, encoder_budget=encoder_budget, content=content)
 
 
 def _costs(
     options: argparse.Namespace, allocation: Allocation, workload: Workload, profile: Profile | None
-) -> LayoutCosts:
-    """Costs by the module's dimensions, which a profile may calibrate, or by the profile alone."""
+) -> tuple[LayoutCosts, float | None]:
+    """Costs by the module's dimensions, which a profile may calibrate, or by the profile alone; and those of hosts.
+
+    These are the seconds of a step in which hosts decode pictures, if dimensions say how large these are.
+    """
     if options.model is None:
         if profile is None:
             raise UsageError("what a step takes follows from --profile, from the module's --model, or from both.")
-        return ProfiledLayoutCosts(profile, allocation)
+        return ProfiledLayoutCosts(profile, allocation), None
     module, device = read_module(options.model).with_frozen(*options.freeze), read_device(options.device)
     if len(module.encoders) == 1:  # takes whatever there is
         media, content = (
@@ -130,10 +137,15 @@ def _costs(
         workload = replace(workload, media=media, content=content)
     most = max((patches.sum() for patches in workload.media.values()), default=0)
     of_a_microbatch = max(1, round(workload.token_budget * most / workload.tokens.sum()))
-    workload = replace(workload, encoder_budget=of_a_microbatch)  # what one microbatch reads is a batch
+    of_a_batch = min(workload.encoder_budget, of_a_microbatch)  # what one microbatch reads is a batch, if it fits
+    workload = replace(workload, encoder_budget=of_a_batch)
     cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
-    return ModelledLayoutCosts(role_problems(module, workload, cluster, options.precision, shares), allocation)
+    problems = role_problems(module, workload, cluster, options.precision, shares)
+    members = {role: layout.data for role, layout in allocation.layouts.items()}
+    costs = ModelledLayoutCosts(problems, allocation)  # which refuses other roles
+    decoding = decoding_seconds(problems, module, members, apart=allocation.placement == "separate")
+    return costs, None if decoding is None else decoding / device.cores
 
 
 def _source(options: argparse.Namespace, profile: Profile | None) -> str:

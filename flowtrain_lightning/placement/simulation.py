@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,6 +71,15 @@ class Simulation:
     def step_seconds(self) -> float:
         """Of a step, on average."""
         return float(np.mean(self.seconds))
+
+    def waiting_for(self, seconds: float) -> Simulation:
+        """The same steps where each waits for something that takes so long, on average, beside all that ranks do."""
+        times = max(1.0, seconds / self.step_seconds)
+        shares = {
+            role: {name: share / times + (name == "idle") * (1 - 1 / times) for name, share in of_role.items()}
+            for role, of_role in self.shares.items()
+        }
+        return replace(self, seconds=[times * each for each in self.seconds], shares=shares)
 
 
 def plan_on(

@@ -495,7 +495,9 @@ def test_smaller_encoder_batches_are_found_where_the_usual_ones_do_not_fit(plan,
     arguments = (*arguments, "--device", "small.yaml", "--devices", "1", "--batch", "32")
     patches = re.search(r"fits with --encoder-budget (\d+)", refused(plan, *arguments))[1]
     assert 1000 <= int(patches) < 16384
-    assert "Recommended: " in plan(*arguments, "--encoder-budget", patches)
+    planned = plan(*arguments, "--encoder-budget", patches)
+    assert "Recommended: " in planned
+    assert f"--data.encoder_budget={patches}" in planned, "what trains on it has the same batches"
 
 
 @pytest.mark.full

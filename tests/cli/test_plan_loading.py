@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain_lightning.allocator import ENCODER, ModelledCosts, named_model
+from flowtrain_lightning.allocator import ENCODER, ModelledCosts, named_device, named_model
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.cli.plan_loading import (
     DECODING,
-    MOST_CORES,
     cores_for_pictures,
+    held_up_by_loading,
     loading_warning,
     workers_for,
 )
@@ -49,7 +49,25 @@ def test_loaders_have_processes_where_a_quarter_of_a_core_is_needed():
     assert [workers_for(cores) for cores in (0.1, 0.25, 0.8, 3.0)] == [0, 1, 2, 4]
 
 
-def test_steps_that_no_host_can_load_for_are_told(asked):
-    assert loading_warning(MOST_CORES, asked) is None
-    assert "each rank needs about 17 cores" in loading_warning(16.5, asked)
-    assert "up to 2.1 times as long" in loading_warning(16.5, asked)
+def test_steps_that_no_host_can_load_for_are_told():
+    device = named_device("h100")
+    assert loading_warning(device.cores, device) is None
+    assert "each rank needs about 17 cores" in loading_warning(16.5, device)
+    assert "2.1 times as long" in loading_warning(16.5, device)
+
+
+def test_a_step_takes_as_long_as_hosts_decode_and_no_longer(asked, plans):
+    module, plan = named_model("qwen2-vl-2b"), plans["separate"]
+    assert held_up_by_loading(plan, asked, module) is plan, "these hosts keep up"
+    cores = cores_for_pictures(plan, asked, module)
+    few = with_cores(asked, cores / 3)
+    slow = held_up_by_loading(plan, few, module)
+    assert slow.seconds == pytest.approx(3 * plan.seconds)
+    assert slow.samples_per_second == pytest.approx(plan.samples_per_second / 3)
+    assert cores_for_pictures(slow, few, module) == pytest.approx(cores), "what it takes to keep up stays"
+
+
+def with_cores(asked, cores):
+    """The same on devices beside which so many cores decode."""
+    device = replace(named_device("h100"), cores=cores)
+    return {role: replace(one, cluster=replace(one.cluster, device=device)) for role, one in asked.items()}

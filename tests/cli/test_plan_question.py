@@ -20,5 +20,5 @@ def test_the_best_budget_for_16384_devices_is_found_in_seconds(monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["flowtrain", "plan", "--model", model, "--devices", "16384", *search])
     start = time.process_time()
     main()
-    assert time.process_time() - start < 10  # 3 s alone on a core, and more where threads share one
+    assert time.process_time() - start < 7  # 3 to 4 s alone on a core, and more where others want its caches
     assert "on 16384 h100" in capsys.readouterr().out

@@ -95,3 +95,31 @@ def test_they_agree_where_samples_of_a_step_share_media(flowtrain):
         seconds.append(simulated["step_seconds"])
         assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
     assert seconds[0] < seconds[1]
+
+
+def test_they_agree_on_small_encoder_batches_which_take_longer(flowtrain):
+    table = {"tokens": [700] * 96, "image_tokens": [[256] * 8] * 96}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    common = ("--model", "qwen2-vl-2b", "--device", "h200", "--data", "lengths.parquet", "--batch", 96)
+    seconds = []
+    for budget in ((), ("--encoder-budget", 512)):
+        planned = flowtrain("plan", *common, *budget, "--devices", 4, "--out", "plan.yaml")
+        simulated = flowtrain("simulate", *common, *budget, "--plan", "plan.yaml")
+        seconds.append(simulated["step_seconds"])
+        assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
+    assert seconds[1] > 1.1 * seconds[0]
+
+
+def test_they_agree_where_hosts_decode_slower_than_devices_compute(flowtrain, tmp_path):
+    table = {"tokens": [700] * 96, "image_tokens": [[2048]] * 96}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    (tmp_path / "few.yaml").write_text("{like: h200, cores: 0.1}")
+    common = ("--model", "qwen2-vl-2b", "--data", "lengths.parquet", "--batch", 96)
+    seconds = []
+    for device in ("h200", "few.yaml"):
+        planned = flowtrain("plan", *common, "--device", device, "--devices", 4, "--out", "plan.yaml")
+        simulated = flowtrain("simulate", *common, "--device", device, "--plan", "plan.yaml")
+        seconds.append(simulated["step_seconds"])
+        assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(seconds[-1], rel=0.05)
+        assert sum(simulated["shares"]["backbone"].values()) <= 1.001
+    assert seconds[1] > 2 * seconds[0]
