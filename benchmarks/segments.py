@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
     graph: SegmentGraph
     keeps: SegmentGraph
-    layers: list[tuple[Layer, int]]
+    layers: list[tuple[Layer, float]]
 
 
 def divided(images: int) -> list[int]:
@@ -115,10 +115,12 @@ def lm_layer() -> Layer:
 def segments(images: Sequence[int], ranks: int = RANKS, chunks: int = CHUNKS) -> Step:
     """ViT layers in ``ranks * chunks`` runs for sub-microbatches, LM layers in one a rank."""
     chains: dict[bool, list[Chain]] = {True: [], False: []}
-    layers: list[tuple[Layer, int]] = []
+    layers: list[tuple[Layer, float]] = []
     runs, lm = ranks * chunks, LM_LAYERS // ranks
 
-    def add(unit: int, role: int, costs: Sequence[Costs], layer: tuple[Layer, int], reads: tuple[int, ...] = ()) -> int:
+    def add(
+        unit: int, role: int, costs: Sequence[Costs], layer: tuple[Layer, float], reads: tuple[int, ...] = ()
+    ) -> int:
         for again, own in chains.items():
             parts = tuple(each.segment(place % ranks, again=again) for place, each in enumerate(costs))
             own.append(Chain(unit, role, parts, reads))
@@ -195,7 +197,7 @@ def unlimited(graph: SegmentGraph) -> Limits:
 
 def separate(images: Sequence[int], encoders: int) -> float:
     """Seconds with so many of the 16 GPUs encoding alone, and the LM over all others (tensor)."""
-    left, work, chains = TENSOR * RANKS - encoders, np.zeros(encoders), []
+    left, work, chains = TENSOR * RANKS - encoders, np.zeros(encoders), list[Chain]()
     for unit, count in enumerate(images):
         read = []
         for part in np.array_split(np.arange(count), -(-count // 3)) if count else []:

@@ -29,6 +29,8 @@ class StepMembers:
         stages: how many stages the trunk has, each of some of its layers.
         virtual: runs of layers that each stage has.
         slices: how many ranks of a member of the trunk have some of its tokens each (context ranks).
+        searched: role, or stage of the trunk -> the rank of each member, where one order of all works is searched;
+            empty where rules of each role decide.
     """
 
     counts: Mapping[str, int]
@@ -41,6 +43,7 @@ class StepMembers:
     stages: int = 1
     virtual: int = 1
     slices: int = 1
+    searched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def trunk(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -105,12 +106,25 @@ def plan_step(
     batches = {role: within_budget(own, sizes.media_patches, encoder_budget) for role, own in batches.items()}
     if not members.local:
         microbatches = _by_source(microbatches, batches, sizes, shared)
-    return StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
+    plan = StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
+    return replace(plan, costs=_batch_costs(plan, cost, encoder_cost)) if members.searched else plan
 
 
 def sync_every_of(members: StepMembers) -> SyncEvery:
     """How often members of the trunk wait for each other, as their layout has it."""
     return "microbatch" if members.meeting(members.trunk).passes else "step"
+
+
+def _batch_costs(plan: StepPlan, cost: CostModel, encoder_cost: CostModel | None) -> dict[str, list[list[float]]]:
+    """Role -> ``[member][number]`` what each batch costs; media what their rows cost the trunk, where nobody knows."""
+    lengths = dict.fromkeys(plan.batches, plan.sizes.media_rows if encoder_cost is None else plan.sizes.media_patches)
+    lengths[plan.graph.trunk] = plan.sizes.tokens
+    of_role = dict.fromkeys(plan.batches, encoder_cost or cost) | {plan.graph.trunk: cost}
+    weights = {role: model.weight_of_each(lengths[role]) for role, model in of_role.items()}
+    return {
+        role: [[float(weights[role][batch].sum()) for batch in own] for own in batches]
+        for role, batches in plan.batches.items()
+    }
 
 
 def _by_media(microbatches: Batches, sizes: SampleSizes, costs: FloatArray | None) -> Batches:

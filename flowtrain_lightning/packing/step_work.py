@@ -46,6 +46,8 @@ class TimedBatch:
         on_the_way: time until its rows are with its readers; their gradients take as long to come back.
         closes: it is the end of a step, behind all passes of its member.
         position: of the batches whose rows it reads; None of what reads nothing, or one batch at each position.
+        places: of its forward and its backward in one order of all works of the step; None where its role's rules say
+            when they come.
     """
 
     forward: float
@@ -56,6 +58,7 @@ class TimedBatch:
     on_the_way: float = 0.0
     closes: bool = False
     position: int | None = None
+    places: tuple[int, int] | None = None
 
     @property
     def turn(self) -> Turn:

@@ -9,6 +9,7 @@ from flowtrain_lightning.allocator import Allocation, AllocationError
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import most_open
+from flowtrain_lightning.packing.segments.order_of_step import in_searched_order, searched_step
 from flowtrain_lightning.packing.stage_entries import stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
@@ -58,6 +59,8 @@ def lane_work(
     for plan in plans:
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
         work = step_work(plan, seconds, recomputed, stages, costs.on_the_way)
+        if members.searched:
+            work = in_searched_order(work, searched_step(plan, members, kept_batches), trains=costs.encoder_trains)
         work = _with_ends(work, members, ends, trains=costs.encoder_trains)
         works.append(
             {

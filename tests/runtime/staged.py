@@ -97,6 +97,15 @@ def direct_gradients(plan: StepPlan, stages: int) -> list[Tensor]:
     return [_gradient(chain[0].encoder), *(_gradient(compute.backbone) for compute in chain)]
 
 
+def with_random_costs(plan: StepPlan, seed: int) -> StepPlan:
+    """The plan with what each batch costs, from one drawn number each."""
+    random = np.random.default_rng(seed)
+    costs = {
+        role: [[float(random.integers(1, 20)) for _ in own] for own in plan.batches[role]] for role in plan.batches
+    }
+    return replace(plan, costs=costs)
+
+
 class StagedStep:
     """A step of a plan that has run on all its ranks.
 
@@ -110,6 +119,7 @@ class StagedStep:
         spare_bytes: of the pool, above those with which no order can block.
         virtual: chunks of each stage.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
+        searched: one order of all works is searched, from costs of which this is the seed.
 
     Attributes:
         executed: the passes of the ranks, in order.
@@ -128,6 +138,7 @@ class StagedStep:
         spare_bytes: int = 0,
         virtual: int = 1,
         sharing: bool = False,
+        searched: int | None = None,
     ) -> None:
         encoders, backbones = len(plan.batches["encoder"]), len(plan.microbatches)
         trunk = range(stages * backbones)
@@ -145,6 +156,10 @@ class StagedStep:
                 for stage in range(stages)
             },
         }
+        if searched is not None:
+            names = [stage_name("backbone", stage) for stage in range(stages)]
+            first = {name: tuple(ranks[0] for ranks in ranks_of[name]) for name in (*names, "encoder")}
+            members, plan = replace(members, searched=first), with_random_costs(plan, searched)
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
         interleaving = Interleaving(ranks, seed)

@@ -58,12 +58,12 @@ class Layer(NamedTuple):
     moving: float | None = None
 
 
-def choices_of(graph: SegmentGraph, layers: Sequence[tuple[Layer, int]], steps: int = 4) -> Choices:
+def choices_of(graph: SegmentGraph, layers: Sequence[tuple[Layer, float]], steps: int = 4) -> Choices:
     """Choices for each pair: so many of ``steps`` parts of its layers computed again, or moved, and the rest kept.
 
     Args:
         graph: of the step.
-        layers: ``[works]`` a layer of each one's segment, and how many it has.
+        layers: ``[works]`` a layer of each one's segment, and how many it has; if need be, on average.
         steps: into how many parts layers are divided.
     """
     pairs = np.flatnonzero(graph.room > 0)
