@@ -37,10 +37,11 @@ from flowtrain_lightning.allocator import (
     named_model,
     role_problems,
 )
+from flowtrain_lightning.allocator.allocation import Order
 
 PICTURES = {0: 0.4, 1: 0.3, 2: 0.3}
 _PATCH_BUDGET, _DEADLINE = 16384, 600.0
-_ORDERS = ("rules", "searched")
+_ORDERS: tuple[Order, ...] = ("rules", "searched")
 
 
 @dataclass(frozen=True)

@@ -115,14 +115,13 @@ def sync_every_of(members: StepMembers) -> SyncEvery:
     return "microbatch" if members.meeting(members.trunk).passes else "step"
 
 
-def _batch_costs(plan: StepPlan, cost: CostModel, encoder_cost: CostModel | None) -> dict[str, list[list[float]]]:
+def _batch_costs(plan: StepPlan, reading: CostModel, encoding: CostModel | None) -> dict[str, list[list[float]]]:
     """Role -> ``[member][number]`` what each batch costs; media what their rows cost the trunk, where nobody knows."""
-    lengths = dict.fromkeys(plan.batches, plan.sizes.media_rows if encoder_cost is None else plan.sizes.media_patches)
+    models = dict.fromkeys(plan.batches, encoding or reading) | {plan.graph.trunk: reading}
+    lengths = dict.fromkeys(plan.batches, plan.sizes.media_rows if encoding is None else plan.sizes.media_patches)
     lengths[plan.graph.trunk] = plan.sizes.tokens
-    of_role = dict.fromkeys(plan.batches, encoder_cost or cost) | {plan.graph.trunk: cost}
-    weights = {role: model.weight_of_each(lengths[role]) for role, model in of_role.items()}
     return {
-        role: [[float(weights[role][batch].sum()) for batch in own] for own in batches]
+        role: [[models[role].of_set(lengths[role][batch]) if len(batch) else 0.0 for batch in own] for own in batches]
         for role, batches in plan.batches.items()
     }
 

@@ -60,7 +60,7 @@ def lane_work(
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
         work = step_work(plan, seconds, recomputed, stages, costs.on_the_way)
         if members.searched:
-            work = in_searched_order(work, searched_step(plan, members, kept_batches), trains=costs.encoder_trains)
+            work = in_searched_order(work, searched_step(plan, members, kept_batches), trains=recomputed is not None)
         work = _with_ends(work, members, ends, trains=costs.encoder_trains)
         works.append(
             {
@@ -103,10 +103,10 @@ def _with_ends(work: StepWork, members: StepMembers, ends: Mapping[str, float], 
     """The same, and what the end of a step takes for each role."""
     ended = {}
     for role, of_role in work.items():
-        if role not in members.producers and not members.behind:
-            ended[role] = [[*batches, TimedBatch(ends[role], 0.0, closes=True)] for batches in of_role]
+        end = ends[role] * (trains or role not in members.producers)
+        if members.searched or (role not in members.producers and not members.behind):
+            ended[role] = [[*batches, TimedBatch(end, 0.0, closes=True)] for batches in of_role]
         else:
-            end = ends[role] * (trains or role not in members.producers)
             ended[role] = [
                 [*batches[:-1], *(replace(last, backward=last.backward + end) for last in batches[-1:])]
                 for batches in of_role

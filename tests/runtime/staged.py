@@ -157,9 +157,7 @@ class StagedStep:
             },
         }
         if searched is not None:
-            names = [stage_name("backbone", stage) for stage in range(stages)]
-            first = {name: tuple(ranks[0] for ranks in ranks_of[name]) for name in (*names, "encoder")}
-            members, plan = replace(members, searched=first), with_random_costs(plan, searched)
+            members, plan = replace(members, searched=_first_ranks(ranks_of)), with_random_costs(plan, searched)
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
         interleaving = Interleaving(ranks, seed)
@@ -200,6 +198,10 @@ class StagedStep:
             sum((_gradient(each.chunks[chunk]) for each in of_trunk if each.stage == stage), zero)
             for chunk, stage in parts
         ]
+
+
+def _first_ranks(ranks_of: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(ranks[0] for ranks in of_name) for name, of_name in ranks_of.items()}
 
 
 def _meet(interleaving: Interleaving, rank: int, peers: Sequence[int], role: str, what: str) -> None:

@@ -95,8 +95,7 @@ def _played(
     order, recomputed = np.zeros(works, dtype=np.int64), np.zeros(works, dtype=np.bool_)
     for work in range(works):
         if left[work] == 0:
-            ready[ranks[work], waiting[ranks[work]]] = work
-            waiting[ranks[work]] += 1
+            _wait(work, ranks[work], ready, waiting)
     now, begun, ended = 0.0, 0, 0
     while ended < works:
         next_end = _NEVER
@@ -135,9 +134,15 @@ def _played(
                     taker = takers[place]
                     left[taker] -= 1
                     if left[taker] == 0:
-                        ready[ranks[taker], waiting[ranks[taker]]] = taker
-                        waiting[ranks[taker]] += 1
+                        _wait(taker, ranks[taker], ready, waiting)
     return order, recomputed, begun, -1
+
+
+@compiled
+def _wait(work: int, rank: int, ready: IntArray, waiting: IntArray) -> None:
+    """Puts a work that has all that it needs to those of its rank."""
+    ready[rank, waiting[rank]] = work
+    waiting[rank] += 1
 
 
 @compiled

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flowtrain_lightning.packing.policies.trunk_order import most_open
-from flowtrain_lightning.packing.segments.searched_order import Limits, searched_order
+from flowtrain_lightning.packing.play import play
+from flowtrain_lightning.packing.policies.member_orders import member_orders
+from flowtrain_lightning.packing.policies.trunk_order import most_open, trunk_order
+from flowtrain_lightning.packing.segments.searched_order import Limits, ListedOrder, searched_order
 from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
 from flowtrain_lightning.packing.stage_entries import stage_names
-from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
+from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_members import StepMembers
-from flowtrain_lightning.packing.step_plan import FloatArray, StepPlan
+from flowtrain_lightning.packing.step_plan import StepPlan
 from flowtrain_lightning.packing.step_work import StepWork, TimedBatch, in_two_passes
 
 
@@ -43,7 +45,7 @@ def searched_step(plan: StepPlan, members: StepMembers, kept_batches: int) -> Se
     """Searches the order of a step. It is a function of the plan, what its batches cost, and the limit.
 
     As many microbatches may be open in a stage as in 1F1B, and an encoder batch that finds no room is computed again.
-    The order takes no longer than 1F1B with encoders in between, as far as costs are right.
+    Where it is not clearly shorter than what comes of the rules, these decide.
 
     Args:
         plan: who encodes and who reads what, and what it costs.
@@ -54,7 +56,7 @@ def searched_step(plan: StepPlan, members: StepMembers, kept_batches: int) -> Se
     if not chains:
         return SearchedStep((), {role: (frozenset(),) * members.counts[role] for role in plan.graph.producers})
     graph, names = segment_graph(chains), _names(members)
-    found = searched_order(graph, limits, [_as_by_rules(graph)])
+    found = searched_order(graph, limits, [_by_rules(plan, members, kept_batches, graph, batches)])
     works, recomputed = [], set[BatchOf]()
     for number in found.order.tolist():
         batch = batches[graph.chains[number]]
@@ -157,9 +159,34 @@ def _sums(members: StepMembers, parts: Sequence[str]) -> list[int]:
     return [sum(_count(members, before) for before in parts[:place]) for place in range(len(parts))]
 
 
-def _as_by_rules(graph: SegmentGraph) -> FloatArray:
-    """Priorities in which stages go by 1F1B, and whatever time they leave goes to what they read: forwards first."""
-    far = float(len(graph))
-    classes = np.where(graph.roles > 0, np.where(graph.is_backward, 0, 1), np.where(graph.is_backward, 3, 2))
-    found: FloatArray = classes * far * far + graph.units * far + graph.chains
-    return found
+def _by_rules(
+    plan: StepPlan, members: StepMembers, kept_batches: int, graph: SegmentGraph, batches: Sequence[BatchOf]
+) -> ListedOrder:
+    """The order in which ranks come to their works by the rules, if all takes as long as it is said to."""
+    names, parts = _names(members), list[tuple[str, int, tuple[Pass, ...]]]()
+    recomputed = np.zeros(len(graph), dtype=np.bool_)
+    number_of = {}
+    for work, chain in enumerate(graph.chains.tolist()):
+        batch, kind = batches[chain], "backward" if graph.is_backward[work] else "forward"
+        name = names[graph.depths[work]] if batch.role == members.trunk else batch.role
+        number_of[name, batch.member, kind, batch.number] = work
+    for stage, name in enumerate(names):
+        passes = trunk_order(plan, members, stage).passes
+        parts += [(name, member, passes) for member in range(members.counts[members.trunk])]
+    for role in members.producers:
+        for member, order in enumerate(member_orders(plan, members, role, kept_batches)):
+            parts.append((role, member, order.passes))
+            again = [number_of[role, member, "forward", place] for place in order.recomputed if kept_batches]
+            recomputed[again] = True
+    lanes: dict[int, list[list[int]]] = {}
+    for name, member, passes in parts:
+        keys = ((name, member, kind, number) for kind, number in passes)
+        own = [number_of[key] for key in keys if key in number_of]
+        lanes.setdefault(members.searched[name][member], []).append(own)
+    backwards = np.flatnonzero(graph.is_backward)
+    seconds, forwards = graph.seconds.copy(), graph.forward_of[backwards]
+    seconds[backwards] += np.where(recomputed[forwards], seconds[forwards], 0.0)
+    works = [Work(batches[chain], "forward") for chain in graph.chains.tolist()]
+    played = play(StepGraph(works, graph.needs, lanes), seconds.tolist(), dict.fromkeys(lanes, 0.0))
+    listed = ListedOrder(np.array(played.order, dtype=np.int64), recomputed, 0.0)
+    return replace(listed, seconds=listed.takes(graph))

@@ -31,6 +31,9 @@ _BACKWARD_FIRST = 1e6
 _ACCEPTED = 0.004
 """By so much longer than the one before an order may be at the start of a search; this falls to nothing."""
 
+_WORTH = 0.01
+"""By so much an order must be shorter than those of other policies to be taken: costs are never quite right."""
+
 _RULES = ((0.0, 0.5, _BACKWARD_FIRST, _BACKWARD_FIRST), (0.0, 2.0, 3.0, 3.0), (0.0, 4.0, 1.0, 2.0))
 """Of forwards of roles that are read and of those that read, then of backwards: how many units each goes ahead."""
 
@@ -99,7 +102,7 @@ def greedy_order(graph: SegmentGraph, limits: Limits) -> ListedOrder:
 
 
 def searched_order(
-    graph: SegmentGraph, limits: Limits, others: Sequence[FloatArray] = (), plays: int | None = None
+    graph: SegmentGraph, limits: Limits, others: Sequence[ListedOrder] = (), plays: int | None = None
 ) -> ListedOrder:
     """The shortest order that a local search over priorities finds.
 
@@ -109,7 +112,7 @@ def searched_order(
     Args:
         graph: of the step.
         limits: of memory.
-        others: ``[works]`` priorities each, of orders that the one found is never longer than.
+        others: orders by other policies, which are taken unless the one found is clearly shorter.
         plays: how many orders to play; None follows from the graph's size.
 
     Raises:
@@ -117,14 +120,14 @@ def searched_order(
     """
     plays = plays or max(_FEWEST_PLAYS, min(_WORKS_PLAYED // len(graph), _PLAYS_OF_EACH * len(graph)))
     priorities, random = _Priorities(graph), np.random.RandomState(0)
-    best = min((by_priority(graph, limits, each) for each in others), key=lambda found: found.seconds, default=None)
+    given = min(others, key=lambda found: found.seconds, default=None)
     current, place = None, np.empty(0)
     for start in _starts(graph):
         found, plays = by_priority(graph, limits, priorities.of(start)), plays - 1
         if current is None or found.seconds < current.seconds:
             current, place = found, start
     assert current is not None, "there is a rule"
-    best = current if best is None or current.seconds < best.seconds else best
+    best = current
     accepted, falls = best.seconds * _ACCEPTED, best.seconds * _ACCEPTED / max(plays, 1)
     for _ in range(plays):
         moved = priorities.moved(place, random.random_sample(4))
@@ -133,7 +136,7 @@ def searched_order(
             current, place = found, moved
         best = found if found.seconds < best.seconds else best
         accepted -= falls
-    return best
+    return given if given is not None and best.seconds > given.seconds * (1 - _WORTH) else best
 
 
 class _Priorities:
