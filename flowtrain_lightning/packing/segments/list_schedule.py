@@ -89,13 +89,11 @@ def _played(
 ) -> Any:
     """One play with so much ``free`` in each store, until a forward is to be computed again in one not ``prepared``."""
     works, count = len(ranks), int(ranks.max()) + 1
-    left, held = lacks.copy(), np.zeros(len(free))
+    left, held, until, order = lacks.copy(), np.zeros(len(free)), np.zeros(count), np.zeros(works, dtype=np.int64)
     ready, waiting = np.zeros((count, works), dtype=np.int64), np.zeros(count, dtype=np.int64)
-    running, until = np.full(count, -1, dtype=np.int64), np.zeros(count)
-    order, recomputed = np.zeros(works, dtype=np.int64), np.zeros(works, dtype=np.bool_)
-    for work in range(works):
-        if left[work] == 0:
-            _wait(work, ranks[work], ready, waiting)
+    running, recomputed = np.full(count, -1, dtype=np.int64), np.zeros(works, dtype=np.bool_)
+    for work in np.flatnonzero(left == 0):
+        _wait(work, ranks[work], ready, waiting)
     now, begun, ended = 0.0, 0, 0
     while ended < works:
         next_end = _NEVER
@@ -106,9 +104,9 @@ def _played(
                     work = ready[rank, place]
                     waiting[rank] -= 1
                     ready[rank, place] = ready[rank, waiting[rank]]
-                    forward = forward_of[work]
+                    running[rank], forward = work, forward_of[work]
                     again_first = seconds[forward] if forward >= 0 and recomputed[forward] else 0.0
-                    running[rank], until[rank] = work, now + again_first + seconds[work]
+                    until[rank] = now + again_first + seconds[work]
                     held[stores[work]] += 0.0 if recomputed[work] else room[work]
                     order[begun] = work
                     begun += 1
@@ -130,8 +128,7 @@ def _played(
                 forward = forward_of[work]
                 if forward >= 0 and not recomputed[forward]:
                     held[stores[forward]] -= room[forward]
-                for place in range(starts[work], starts[work + 1]):
-                    taker = takers[place]
+                for taker in takers[starts[work] : starts[work + 1]]:
                     left[taker] -= 1
                     if left[taker] == 0:
                         _wait(taker, ranks[taker], ready, waiting)
