@@ -93,7 +93,7 @@ def _played(
     ready, waiting = np.zeros((count, works), dtype=np.int64), np.zeros(count, dtype=np.int64)
     running, recomputed = np.full(count, -1, dtype=np.int64), np.zeros(works, dtype=np.bool_)
     for work in np.flatnonzero(left == 0):
-        _wait(work, ranks[work], ready, waiting)
+        _wait(int(work), ranks[work], ready, waiting)
     now, begun, ended = 0.0, 0, 0
     while ended < works:
         next_end = _NEVER
