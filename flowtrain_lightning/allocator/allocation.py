@@ -11,12 +11,17 @@ from typing import Any, Literal, get_args
 
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
 from flowtrain_lightning.packing.role_graph import Edge, RoleError, RoleGraph, graph_of
+from flowtrain_lightning.packing.stage_entries import stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
 
 Placement = Literal["separate", "colocated", "mixed"]
 """``"separate"`` gives every rank one role, ``"colocated"`` gives every rank all of them, ``"mixed"`` gives every rank
 the encoders and some the trunk too."""
+
+Order = Literal["rules", "searched"]
+"""``"rules"`` lets rules of each role decide in which order its works come, such as 1F1B of stages; ``"searched"``
+searches one order of all works of a step, from its plan and the data module's cost models."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Allocation:
         recompute: role -> what its backward computes again, as a plan assumes it; ``"none"`` for absent roles.
         offload: role -> what of it lies in host memory; ``"none"`` for absent roles.
         edges: what flows between the roles. None follows from their names, or else from the module that trains.
+        order: what decides in which order ranks work.
 
     Raises:
         AllocationError: a role is missing, or ranks contradict the placement or each other.
@@ -42,6 +48,7 @@ class Allocation:
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     offload: Mapping[str, Offload] = field(default_factory=dict)
     edges: tuple[Edge, ...] | None = None
+    order: Order = "rules"
 
     def __post_init__(self) -> None:
         refuse_unknown_placement(self.placement, get_args(Placement))
@@ -61,6 +68,7 @@ class Allocation:
         self._refuse_bad_sharing()
         self._refuse_bad_recompute()
         self._refuse_bad_offload()
+        self._refuse_bad_order()
 
     @property
     def size(self) -> int:
@@ -139,7 +147,14 @@ class Allocation:
             virtual=self.layouts[self.trunk].stages.chunks,
             schedule=self.layouts[self.trunk].schedule,
             slices=self.layouts[self.trunk].context,
+            searched=self._rank_of_each() if self.order == "searched" else {},
         )
+
+    def _rank_of_each(self) -> dict[str, tuple[int, ...]]:
+        """Role, or stage of the trunk -> the rank of each member, where each has one."""
+        stages = stage_names(self.trunk, self.layouts[self.trunk].pipeline)
+        of_stages = {name: self.stage_ranks(self.trunk, stage) for stage, name in enumerate(stages)}
+        return {**(of_stages or {self.trunk: self.ranks[self.trunk]}), **{r: self.ranks[r] for r in self.producers}}
 
     @property
     def meets(self) -> dict[str, Meeting]:
@@ -214,6 +229,8 @@ class Allocation:
 
     def describe(self) -> str:
         """The allocation in one line, for the log."""
+        if self.order != "rules":
+            return f"{replace(self, order='rules').describe()}; the order of works is {self.order}"
         if self.placement == "colocated" and all(layout.is_whole_copies for layout in self.layouts.values()):
             return f"colocated: {' and '.join(self.layouts)} on {_spans(tuple(range(self.size)))}"
         roles = [f"{role} on {_spans(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
@@ -221,13 +238,15 @@ class Allocation:
 
     def state_dict(self) -> dict[str, Any]:
         """The allocation in JSON types."""
-        state = {
+        state: dict[str, Any] = {
             "placement": self.placement,
             "layouts": {role: asdict(layout) for role, layout in self.layouts.items()},
             "ranks": {role: list(ranks) for role, ranks in self.ranks.items()},
             "recompute": dict(self.recompute),
             "offload": dict(self.offload),
         }
+        if self.order != "rules":
+            state["order"] = self.order
         return state if self.edges is None else {**state, "edges": [list(edge) for edge in self.edges]}
 
     @classmethod
@@ -236,7 +255,8 @@ class Allocation:
         layouts = {role: Layout(**degrees) for role, degrees in state["layouts"].items()}
         ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
         edges = None if "edges" not in state else tuple(Edge(*edge) for edge in state["edges"])
-        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges)
+        order = state.get("order", "rules")
+        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges, order)
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -279,6 +299,22 @@ class Allocation:
             if recompute not in get_args(Recompute):
                 known = _names(get_args(Recompute))
                 raise AllocationError(f"The {role} cannot recompute {recompute!r}; choose from {known}.")
+
+    def _refuse_bad_order(self) -> None:
+        if self.order not in get_args(Order):
+            raise AllocationError(f"There is no order {self.order!r}; choose from {_names(get_args(Order))}.")
+        for role, layout in self.layouts.items() if self.order == "searched" else ():
+            if layout.ranks_of_stage > 1 or layout.meets.binds or layout.virtual > 1:
+                raise AllocationError(
+                    f"The order is 'searched', but the {role} has {layout.describe()}: an order is searched where no "
+                    "rank needs another one inside of a pass. Give every role whole copies (shard 'replicate'), the "
+                    "trunk with a pipeline if it is to have stages, or leave the order out."
+                )
+        if self.order == "searched" and self.is_bound and self.graph.behind:
+            raise AllocationError(
+                f"The order is 'searched', but a {self.graph.behind[0]} reads what the {self.trunk} makes, which the "
+                "search does not know. Leave the order out."
+            )
 
     def _refuse_bad_offload(self) -> None:
         for role, offload in self.offload.items():

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
-from flowtrain_lightning.allocator.allocation import Allocation, Placement, number_spans
+from flowtrain_lightning.allocator.allocation import Allocation, Order, Placement, number_spans
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute
 from flowtrain_lightning.packing.role_graph import Edge
 
@@ -25,11 +25,13 @@ class PlanContent:
         placement: whether roles share ranks.
         roles: role -> what `RoleContent` holds, as it stands there.
         edges: modality -> which role encodes it and which one reads the features; needed where names do not say it.
+        order: what decides in which order ranks work.
     """
 
     placement: Placement
     roles: dict[str, Any]
     edges: dict[str, list[str]] | None = None
+    order: Order = "rules"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
     content: dict[str, Any] = {"placement": allocation.placement, "roles": roles}
     if named := {modality: list(ends) for *ends, modality in allocation.edges or () if modality is not None}:
         content["edges"] = named
+    if allocation.order != "rules":
+        content["order"] = allocation.order
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
     try:
         path.write_text(comment + text, encoding="utf-8")
@@ -105,6 +109,7 @@ def read_plan(path: Path) -> Allocation:
             {role: one.recompute for role, one in roles.items() if "recompute" in given[role]},
             {role: one.offload for role, one in roles.items() if "offload" in given[role]},
             None if plan.edges is None else tuple(_edge(modality, ends) for modality, ends in plan.edges.items()),
+            plan.order,
         )
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error

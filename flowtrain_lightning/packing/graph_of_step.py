@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -95,8 +96,10 @@ class _Lane(NamedTuple):
     @classmethod
     def of(cls, batches: Sequence[TimedBatch], rules: StepRules, role: str, read: Collection[int]) -> _Lane:
         has_backward = {number for number, batch in enumerate(batches) if batch.backward > 0}
-        if rules.produces(role) and rules.reads(role):
-            order: Iterable[Pass] = in_order(len(batches), read, rules.in_flight.get(role, len(batches)))
+        if any(batch.places for batch in batches):
+            order: Iterable[Pass] = sorted(_passes(batches), key=lambda each: _place(batches, each))
+        elif rules.produces(role) and rules.reads(role):
+            order = in_order(len(batches), read, rules.in_flight.get(role, len(batches)))
         elif rules.produces(role):
             keeps_nothing = {n for n, batch in enumerate(batches) if batch.recomputed or n not in has_backward}
             order = forwards_first(range(len(batches)), rules.in_flight.get(role, len(batches)), keeps_nothing)
@@ -128,6 +131,19 @@ def _passes(count: int, rules: StepRules, role: str) -> Iterable[Pass]:
     return [(each.kind, each.chunk * positions + each.position) for each in of_stage]
 
 
+def _passes(batches: Sequence[TimedBatch]) -> Iterator[Pass]:
+    for number in range(len(batches)):
+        yield "forward", number
+        yield "backward", number
+
+
+def _place(batches: Sequence[TimedBatch], each: Pass) -> tuple[float, int, bool]:
+    """Of a pass in the one order of all works: what has no place comes last, the end of the step behind all."""
+    number, is_backward = each[1], each[0] == "backward"
+    places = batches[number].places
+    return math.inf if places is None else places[is_backward], number, is_backward
+
+
 _Member = tuple[str, int]
 _Lanes = dict[_Member, _Lane]
 
@@ -146,6 +162,12 @@ def _members(work: StepWork, rules: StepRules) -> dict[int, list[_Member]]:
 
 def _lanes_of_rank(members: Sequence[_Member], lanes: _Lanes, rules: StepRules) -> Iterator[list[int]]:
     """A rank's works, by lanes; in one lane where its order is fixed."""
+    if any(batch.places for member in members for batch in lanes[member].batches):
+        of_all = ((lanes[member], each) for member in members for each in lanes[member].order)
+        yield [
+            lane.works([each])[0] for lane, each in sorted(of_all, key=lambda found: _place(found[0].batches, found[1]))
+        ]
+        return
     if not rules.in_fixed_order or len(members) < 2:
         yield from (lanes[member].works(lanes[member].order) for member in members)
         return

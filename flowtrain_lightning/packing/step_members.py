@@ -31,6 +31,8 @@ class StepMembers:
         virtual: runs of layers that each stage has.
         schedule: in which order stages work.
         slices: how many ranks of a member of the trunk have some of its tokens each (context ranks).
+        searched: role, or stage of the trunk -> the rank of each member, where one order of all works is searched;
+            empty where rules of each role decide.
     """
 
     counts: Mapping[str, int]
@@ -44,6 +46,7 @@ class StepMembers:
     virtual: int = 1
     schedule: Schedule = "1f1b"
     slices: int = 1
+    searched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def trunk(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, get_args
@@ -171,6 +171,7 @@ class StepPlan:
         graph: the roles, and what flows between them.
         encoded_as: ``[media items]`` the media item that is encoded in the place of each, since it is the same one;
             None where each is encoded.
+        costs: role -> ``[member][number]`` what each batch costs, in one unit, where their order is searched.
     """
 
     samples: IntArray
@@ -178,6 +179,7 @@ class StepPlan:
     batches: Mapping[str, Batches]
     graph: RoleGraph = TWO_ROLES
     encoded_as: IntArray | None = None
+    costs: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     @property
     def microbatches(self) -> Batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -105,12 +106,24 @@ def plan_step(
     batches = {role: within_budget(own, sizes.media_patches, encoder_budget) for role, own in batches.items()}
     if not members.local:
         microbatches = _by_source(microbatches, batches, sizes, shared)
-    return StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
+    plan = StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
+    return replace(plan, costs=_batch_costs(plan, cost, encoder_cost)) if members.searched else plan
 
 
 def sync_every_of(members: StepMembers) -> SyncEvery:
     """How often members of the trunk wait for each other, as their layout has it."""
     return "microbatch" if members.meeting(members.trunk).passes else "step"
+
+
+def _batch_costs(plan: StepPlan, reading: CostModel, encoding: CostModel | None) -> dict[str, list[list[float]]]:
+    """Role -> ``[member][number]`` what each batch costs; media what their rows cost the trunk, where nobody knows."""
+    models = dict.fromkeys(plan.batches, encoding or reading) | {plan.graph.trunk: reading}
+    lengths = dict.fromkeys(plan.batches, plan.sizes.media_rows if encoding is None else plan.sizes.media_patches)
+    lengths[plan.graph.trunk] = plan.sizes.tokens
+    return {
+        role: [[models[role].of_set(lengths[role][batch]) if len(batch) else 0.0 for batch in own] for own in batches]
+        for role, batches in plan.batches.items()
+    }
 
 
 def _by_media(microbatches: Batches, sizes: SampleSizes, costs: FloatArray | None) -> Batches:

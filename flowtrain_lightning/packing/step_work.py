@@ -50,6 +50,8 @@ class TimedBatch:
         closes: it is the end of a step, behind all passes of its member.
         weights: time of what its backward leaves for later, which is a part of ``backward``.
         position: of the batches whose rows it reads; None of what reads nothing, or one batch at each position.
+        places: of its forward and its backward in one order of all works of the step; None where its role's rules say
+            when they come.
     """
 
     forward: float
@@ -61,6 +63,7 @@ class TimedBatch:
     closes: bool = False
     weights: float = 0.0
     position: int | None = None
+    places: tuple[int, int] | None = None
 
     @property
     def turn(self) -> Turn:

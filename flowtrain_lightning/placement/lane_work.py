@@ -9,6 +9,7 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import most_open
+from flowtrain_lightning.packing.segments.order_of_step import in_searched_order, searched_step
 from flowtrain_lightning.packing.stage_entries import chunk_names, stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
@@ -61,6 +62,8 @@ def lane_work(
     for plan in plans:
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
         work = step_work(plan, seconds, recomputed, members.pipeline, costs.on_the_way)
+        if members.searched:
+            work = in_searched_order(work, searched_step(plan, members, kept_batches), trains=recomputed is not None)
         work = _with_ends(work, members, ends, trains=costs.encoder_trains)
         works.append(
             {
@@ -89,10 +92,10 @@ def _with_ends(work: StepWork, members: StepMembers, ends: Mapping[str, float], 
     """The same, and what the end of a step takes for each role."""
     ended = {}
     for role, of_role in work.items():
-        if role not in members.producers and not members.behind:
-            ended[role] = [[*batches, TimedBatch(ends[role], 0.0, closes=True)] for batches in of_role]
+        end = ends[role] * (trains or role not in members.producers)
+        if members.searched or (role not in members.producers and not members.behind):
+            ended[role] = [[*batches, TimedBatch(end, 0.0, closes=True)] for batches in of_role]
         else:
-            end = ends[role] * (trains or role not in members.producers)
             ended[role] = [
                 [*batches[:-1], *(replace(last, backward=last.backward + end) for last in batches[-1:])]
                 for batches in of_role

@@ -152,6 +152,7 @@ class StepProgram:
         holds_all: the pool has bytes for all that a rank puts in the step, on every rank: one that waits for others
             inside of a computation takes nothing out of it meanwhile, and must not keep them from coming.
         read_rows: where that is so, for each member that reads the modalities and rows of the entries that it reads.
+        searched: the order of all passes of this rank's roles, where one order of all works of the step was searched.
     """
 
     roles: Mapping[str, RankRole]
@@ -163,6 +164,7 @@ class StepProgram:
     in_turns: tuple[Work, ...] | None = None
     holds_all: bool = False
     read_rows: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
+    searched: tuple[Work, ...] = ()
     _sizes: dict[frozenset[tuple[str, FeatureSpec]], PoolDemand] = field(default_factory=dict)
 
     def lanes(self, trained: Collection[str]) -> list[Lane]:
@@ -171,6 +173,12 @@ class StepProgram:
         Args:
             trained: roles that have backwards in this step.
         """
+        if self.searched:  # nothing has to be kept of what is frozen, so it comes first
+            first = [role for role, each in self.roles.items() if role not in trained and not each.reads]
+            frozen = [work for role in first for work in sorted(self.roles[role].works(trains=False))]
+            left = [work for work in self.searched if work.batch.role not in first]
+            runs = [work for work in left if work.kind == "forward" or work.batch.role in trained]
+            return [Lane(tuple(self.roles), (*frozen, *runs))]
         works = {role: each.works(role in trained) for role, each in self.roles.items()}
         if self.in_turns is None:
             return [Lane((role,), tuple(of_role)) for role, of_role in works.items()]

@@ -11,9 +11,11 @@ from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
+from flowtrain_lightning.packing.segments.order_of_step import searched_step
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
+from flowtrain_lightning.runtime.program_in_order import in_searched_order
 from flowtrain_lightning.runtime.program_in_stages import by_stages, in_stages, rows_between
 
 
@@ -46,12 +48,13 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     # Ranks of a stage wait for each other inside of a pass, where those of the next one wait for what they read.
     # So would one whose stages hand on to each other in a circle, which read them in another order than they are made.
     some_in_turns = (members.in_fixed_order and (waited_for or members.stages > 1)) or members.virtual > 1
+    some_in_turns |= bool(members.searched)  # each waits for its next work only
     makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
     between = tuple(rows_between(plan, members))
     # A stage that began as soon as it could would keep those behind it from features of the same rank.
     roles = [*encoding, *roles] if members.stages > 1 else [*roles, *encoding]
-    return StepProgram(
+    program = StepProgram(
         {role.role: role for role in roles},
         (*_made_rows(plan, made), *between),
         tuple(sorted({*{entry.modality for entry in plan.entries}, *([HIDDEN] if members.stages > 1 else [])})),
@@ -61,6 +64,9 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         in_turns=in_turns,
         holds_all=holds_all,
         read_rows=_read_rows(plan, between) if holds_all else (),
+    )
+    return (
+        in_searched_order(program, shard, searched_step(plan, members, kept_batches)) if members.searched else program
     )
 
 

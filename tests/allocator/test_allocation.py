@@ -37,9 +37,10 @@ def test_an_unknown_sharding_is_refused_with_what_is_known():
         Layout(shard="halves")
 
 
-def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None, recompute=None, offload=None):
+def allocate(encoder=(2,), backbone=(0, 1), placement="separate", layouts=None, recompute=None, offload=None, **more):
     layouts = layouts or {"encoder": Layout(data=len(encoder)), "backbone": Layout(data=len(backbone))}
-    return Allocation(placement, layouts, {"encoder": encoder, "backbone": backbone}, recompute or {}, offload or {})
+    ranks = {"encoder": encoder, "backbone": backbone}
+    return Allocation(placement, layouts, ranks, recompute or {}, offload or {}, **more)
 
 
 def test_it_knows_the_index_of_each_rank_within_a_role():
@@ -65,7 +66,13 @@ def test_it_knows_which_ranks_have_both_lanes():
 
 
 @pytest.mark.parametrize(
-    "allocation", [allocate(), allocate(recompute={"backbone": "full"}), allocate(offload={"encoder": "activations"})]
+    "allocation",
+    [
+        allocate(),
+        allocate(recompute={"backbone": "full"}),
+        allocate(offload={"encoder": "activations"}),
+        allocate(order="searched"),
+    ],
 )
 def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
     assert pickle.loads(pickle.dumps(allocation)) == allocation
@@ -105,6 +112,11 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
         (
             {"offload": {"encoder": "activations"}, "recompute": {"encoder": "full"}},
             "encoder offloads 'activations' and recomputes 'full'.*Leave one of them out",
+        ),
+        ({"order": "best"}, "no order 'best'; choose from 'rules', 'searched'"),
+        (
+            {"order": "searched", "layouts": {"encoder": Layout(), "backbone": Layout(data=2, shard="fsdp")}},
+            "order is 'searched', but the backbone has .*fsdp.*Give every role whole copies",
         ),
     ],
 )

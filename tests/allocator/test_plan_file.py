@@ -46,6 +46,12 @@ def test_a_plan_is_written_for_people_and_read_back(tmp_path):
         ),
         Allocation("mixed", {"encoder": Layout(3), "backbone": Layout(2)}, {"encoder": (0, 1, 2), "backbone": (0, 2)}),
         Allocation(
+            "colocated",
+            {"encoder": Layout(2), "backbone": Layout(pipeline=2)},
+            {"encoder": (0, 1), "backbone": (0, 1)},
+            order="searched",
+        ),
+        Allocation(
             "separate",
             {"encoder_image": Layout(), "encoder_audio": Layout(), "backbone": Layout(2)},
             {"encoder_image": (1,), "encoder_audio": (3,), "backbone": (0, 2)},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowtrain_lightning.checkpoint import read_checkpoint
+from flowtrain_lightning.checkpoint import read_allocation, read_checkpoint
 from tests.checkpoint.conftest import seen_by
-from tests.checkpoint.training import LAYOUTS, SAVED_AT, STEPS
+from tests.checkpoint.training import LAYOUTS, SAVED_AT, SEARCHED, STEPS
 
 ASKED_AFTER = 4
 """The training step before a validation in which a run is asked to end."""
@@ -50,6 +50,7 @@ def assert_same_losses(straight, resumed, first=SAVED_AT + 1):
         pytest.param("dropout", "mixed 1+2", marks=pytest.mark.full),
         pytest.param("dropout", "2+1", marks=pytest.mark.full),
         pytest.param("dropout", "colocated", marks=pytest.mark.full),
+        pytest.param("dropout", "searched order", marks=pytest.mark.full),
         pytest.param("frozen", "1+2", marks=pytest.mark.full),
         pytest.param("sgd", "2+1", marks=pytest.mark.full),
     ],
@@ -65,6 +66,12 @@ def test_on_the_same_layout_a_resumed_run_equals_one_without_a_break_to_the_bit(
         assert same(one["optimizer"], other["optimizer"])
         assert same(one["scheduler"], other["scheduler"])
         assert one["epoch"] == other["epoch"]
+
+
+@pytest.mark.full
+def test_a_checkpoint_says_that_the_order_was_searched(runs):
+    checkpoint = runs.straight("dropout", "searched order") / f"step{SAVED_AT}.ckpt"
+    assert read_allocation(checkpoint) == SEARCHED
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy, RoleLayout
+from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel
 from tests.checkpoint.saving import MOMENTS, leave_room_for
@@ -35,6 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Arguments of the module."""
 
+SEARCHED = Allocation(
+    "colocated",
+    {"encoder": Layout(data=2), "backbone": Layout(data=2)},
+    {"encoder": (0, 1), "backbone": (0, 1)},
+    order="searched",
+)
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "1+1": (2, {"encoder_ranks": 1}),
     "1+2": (3, {"encoder_ranks": 1}),
@@ -42,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "2+1": (3, {"encoder_ranks": 2}),
     "mixed 1+2": (3, {"placement": "mixed", "encoder_ranks": 1}),
     "colocated": (2, {"placement": "colocated"}),
+    "searched order": (2, {"allocation": SEARCHED}),
     "alone": (1, {"placement": "colocated"}),
     "auto": (1, None),
     "ddp": (2, None),

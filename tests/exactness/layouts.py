@@ -37,6 +37,8 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
     chosen: Any
     if kind in ("auto", "ddp"):
         chosen = kind
+    elif "allocation" in strategy:
+        chosen = flow.FlowTrainStrategy(**strategy)
     elif kind == "colocated":
         chosen = flow.FlowTrainStrategy(placement="colocated", **strategy)
     else:

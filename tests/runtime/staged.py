@@ -106,6 +106,15 @@ def direct_gradients(plan: StepPlan, stages: int) -> list[Tensor]:
     return [_gradient(chain[0].encoder), *(_gradient(compute.backbone) for compute in chain)]
 
 
+def with_random_costs(plan: StepPlan, seed: int) -> StepPlan:
+    """The plan with what each batch costs, from one drawn number each."""
+    random = np.random.default_rng(seed)
+    costs = {
+        role: [[float(random.integers(1, 20)) for _ in own] for own in plan.batches[role]] for role in plan.batches
+    }
+    return replace(plan, costs=costs)
+
+
 class StagedStep:
     """A step of a plan that has run on all its ranks.
 
@@ -118,6 +127,7 @@ class StagedStep:
         spare_bytes: of the pool, above those with which no order can block.
         pipeline: how many stages there are, and how they work.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
+        searched: one order of all works is searched, from costs of which this is the seed.
 
     Attributes:
         executed: the passes of the ranks, in order.
@@ -135,6 +145,7 @@ class StagedStep:
         seed: int,
         spare_bytes: int = 0,
         sharing: bool = False,
+        searched: int | None = None,
     ) -> None:
         encoders, backbones, stages = len(plan.batches["encoder"]), len(plan.microbatches), pipeline.stages
         trunk = range(stages * backbones)
@@ -153,6 +164,8 @@ class StagedStep:
                 for stage in range(stages)
             },
         }
+        if searched is not None:
+            members, plan = replace(members, searched=_first_ranks(ranks_of)), with_random_costs(plan, searched)
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
         interleaving = Interleaving(ranks, seed)
@@ -193,6 +206,10 @@ class StagedStep:
             sum((_gradient(each.chunks[chunk]) for each in of_trunk if each.stage == stage), zero)
             for chunk, stage in parts
         ]
+
+
+def _first_ranks(ranks_of: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(ranks[0] for ranks in of_name) for name, of_name in ranks_of.items()}
 
 
 def _meet(interleaving: Interleaving, rank: int, peers: Sequence[int], role: str, what: str) -> None:

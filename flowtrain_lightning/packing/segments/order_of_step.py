@@ -1,0 +1,192 @@
+"""One order of all works of a planned step, searched from what its batches cost: encoder batches beside stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flowtrain_lightning.packing.play import play
+from flowtrain_lightning.packing.policies.member_orders import member_orders
+from flowtrain_lightning.packing.policies.trunk_order import most_open, trunk_order
+from flowtrain_lightning.packing.segments.searched_order import Limits, ListedOrder, searched_order
+from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
+from flowtrain_lightning.packing.stage_entries import stage_names
+from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
+from flowtrain_lightning.packing.step_members import StepMembers
+from flowtrain_lightning.packing.step_plan import StepPlan
+from flowtrain_lightning.packing.step_work import StepWork, TimedBatch, in_two_passes
+
+
+@dataclass(frozen=True)
+class SearchedStep:
+    """An order of all works of a step. Each rank does its own in this order, and never blocks.
+
+    Attributes:
+        works: of all roles, where each stage of the trunk is one; none comes before what it needs.
+        recomputed: role that encodes -> the numbers of each member's batches of which nothing is kept.
+    """
+
+    works: tuple[Work, ...]
+    recomputed: Mapping[str, tuple[frozenset[int], ...]]
+
+    def passes(self, name: str, member: int) -> tuple[Pass, ...]:
+        """The forwards and backwards of a member of a role or stage, in order."""
+        own = (work for work in self.works if work.batch.role == name and work.batch.member == member)
+        return tuple((work.kind, work.batch.number) for work in own)
+
+    def own(self, members: Collection[tuple[str, int]]) -> list[Work]:
+        """The works of a rank that is these members, in order."""
+        return [work for work in self.works if (work.batch.role, work.batch.member) in members]
+
+
+def searched_step(plan: StepPlan, members: StepMembers, kept_batches: int) -> SearchedStep:
+    """Searches the order of a step. It is a function of the plan, what its batches cost, and the limit.
+
+    As many microbatches may be open in a stage as in 1F1B, and an encoder batch that finds no room is computed again.
+    Where it is not clearly shorter than what comes of the rules, these decide.
+
+    Args:
+        plan: who encodes and who reads what, and what it costs.
+        members: of all roles, with the rank of each.
+        kept_batches: encoder batches whose activations a rank keeps.
+    """
+    batches, chains, limits = _chains(plan, members, kept_batches)
+    if not chains:
+        return SearchedStep((), {role: (frozenset(),) * members.counts[role] for role in plan.graph.producers})
+    graph, names = segment_graph(chains), _names(members)
+    found = searched_order(graph, limits, [_by_rules(plan, members, kept_batches, graph, batches)])
+    works, recomputed = [], set[BatchOf]()
+    for number in found.order.tolist():
+        batch = batches[graph.chains[number]]
+        if batch.role == plan.graph.trunk:
+            batch = batch._replace(role=names[graph.depths[number]])
+        works.append(Work(batch, "backward" if graph.is_backward[number] else "forward"))
+        if found.recomputed[number] or (not kept_batches and batch.role in plan.graph.producers):
+            recomputed.add(batch)
+    again = {
+        role: tuple(
+            frozenset(batch.number for batch in recomputed if (batch.role, batch.member) == (role, member))
+            for member in range(members.counts[role])
+        )
+        for role in plan.graph.producers
+    }
+    return SearchedStep(tuple(works), again)
+
+
+def in_searched_order(work: StepWork, searched: SearchedStep, *, trains: bool) -> StepWork:
+    """The works of a step, each with its place in the order.
+
+    Args:
+        work: of all roles.
+        searched: their order.
+        trains: encoders do; else all of their forwards come first, as they need nothing and keep nothing.
+    """
+    places: dict[Work, int] = {}
+    for place, each in enumerate(searched.works):
+        comes_first = each.batch.role in searched.recomputed and not trains
+        places[each] = each.batch.number - len(searched.works) if comes_first else place
+
+    def placed(batch: TimedBatch, named: BatchOf) -> TimedBatch:
+        if Work(named, "forward") not in places:  # there is nothing in it
+            return batch
+        again = trains and named.role in searched.recomputed
+        return replace(
+            batch,
+            places=(places[Work(named, "forward")], places[Work(named, "backward")]),
+            recomputed=again and named.number in searched.recomputed[named.role][named.member],
+        )
+
+    return {
+        role: [
+            [placed(batch, BatchOf(role, member, number)) for number, batch in enumerate(own)]
+            for member, own in enumerate(of_role)
+        ]
+        for role, of_role in work.items()
+    }
+
+
+def _names(members: StepMembers) -> tuple[str, ...]:
+    """The names of the trunk's stages, or its own."""
+    return stage_names(members.trunk, members.stages) or (members.trunk,)
+
+
+def _chains(plan: StepPlan, members: StepMembers, kept_batches: int) -> tuple[list[BatchOf], list[Chain], Limits]:
+    """Every batch that holds something as a chain, what encodes before what reads it; and what may be kept."""
+    names = _names(members)
+    parts = [*members.producers, *names]
+    rank_of, first_store = members.searched, dict(zip(parts, _sums(members, parts), strict=True))
+    most = {name: most_open(members, stage) if members.stages > 1 else 1 for stage, name in enumerate(names)}
+    kept = [most.get(part, kept_batches) for part in parts for _ in range(_count(members, part))]
+    again = np.array([part not in most for part in parts for _ in range(_count(members, part))])
+    read: dict[BatchOf, set[BatchOf]] = {}
+    for entry in plan.entries:
+        for reader in entry.readers:
+            read.setdefault(reader, set()).add(entry.maker)
+    batches, chains, number_of = list[BatchOf](), list[Chain](), dict[BatchOf, int]()
+    for role in (*plan.graph.producers, plan.graph.trunk):
+        is_trunk = role == plan.graph.trunk
+        for member, own in enumerate(plan.batches[role]):
+            for number, items in enumerate(own):
+                if not len(items):
+                    continue
+                batch = BatchOf(role, member, number)
+                forward, backward = in_two_passes(plan.costs[role][member][number] / (len(names) if is_trunk else 1))
+                room = 1.0
+                if not is_trunk and not kept_batches:
+                    backward, room = backward + forward, 0.0
+                segments = tuple(
+                    Segment(rank_of[part][member], forward, backward, room, first_store[part] + member)
+                    for part in (names if is_trunk else (role,))
+                )
+                unit = number if is_trunk else plan.turns[role][member][number][0]
+                number_of[batch] = len(chains)
+                chains.append(
+                    Chain(unit, int(is_trunk), segments, tuple(sorted(number_of[each] for each in read.get(batch, ()))))
+                )
+                batches.append(batch)
+    limits = Limits(np.array(kept, dtype=np.float64), np.zeros(len(kept)), again)
+    return batches, chains, limits
+
+
+def _count(members: StepMembers, part: str) -> int:
+    return len(members.searched[part])
+
+
+def _sums(members: StepMembers, parts: Sequence[str]) -> list[int]:
+    """``[parts]`` the number of members of all parts before each."""
+    return [sum(_count(members, before) for before in parts[:place]) for place in range(len(parts))]
+
+
+def _by_rules(
+    plan: StepPlan, members: StepMembers, kept_batches: int, graph: SegmentGraph, batches: Sequence[BatchOf]
+) -> ListedOrder:
+    """The order in which ranks come to their works by the rules, if all takes as long as it is said to."""
+    names, parts = _names(members), list[tuple[str, int, tuple[Pass, ...]]]()
+    recomputed = np.zeros(len(graph), dtype=np.bool_)
+    number_of = {}
+    for work, chain in enumerate(graph.chains.tolist()):
+        batch, kind = batches[chain], "backward" if graph.is_backward[work] else "forward"
+        name = names[graph.depths[work]] if batch.role == members.trunk else batch.role
+        number_of[name, batch.member, kind, batch.number] = work
+    for stage, name in enumerate(names):
+        passes = trunk_order(plan, members, stage).passes
+        parts += [(name, member, passes) for member in range(members.counts[members.trunk])]
+    for role in members.producers:
+        for member, order in enumerate(member_orders(plan, members, role, kept_batches)):
+            parts.append((role, member, order.passes))
+            again = [number_of[role, member, "forward", place] for place in order.recomputed if kept_batches]
+            recomputed[again] = True
+    lanes: dict[int, list[list[int]]] = {}
+    for name, member, passes in parts:
+        keys = ((name, member, kind, number) for kind, number in passes)
+        own = [number_of[key] for key in keys if key in number_of]
+        lanes.setdefault(members.searched[name][member], []).append(own)
+    backwards = np.flatnonzero(graph.is_backward)
+    seconds, forwards = graph.seconds.copy(), graph.forward_of[backwards]
+    seconds[backwards] += np.where(recomputed[forwards], seconds[forwards], 0.0)
+    works = [Work(batches[chain], "forward") for chain in graph.chains.tolist()]
+    played = play(StepGraph(works, graph.needs, lanes), seconds.tolist(), dict.fromkeys(lanes, 0.0))
+    listed = ListedOrder(np.array(played.order, dtype=np.int64), recomputed, 0.0)
+    return replace(listed, seconds=listed.takes(graph))

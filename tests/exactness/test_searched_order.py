@@ -1,0 +1,81 @@
+"""A searched order of all works (``order: searched``): losses, gradients and weights are those of a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.allocator.plan_file import write_plan
+from tests.exactness.compare import Run, error, read_run, same_bits
+from tests.exactness.data import STEPS, write_steps
+from tests.exactness.layouts import ranks_of
+from tests.exactness.test_layouts import LIMIT, without_key_biases
+from tests.exactness.test_sharded import CUT
+from tests.forks import Job, run_jobs
+
+CLIP = 0.2
+
+
+def colocated(ranks: int, stages: int) -> Allocation:
+    """Every rank encodes, and has a stage of the backbone."""
+    both = {"encoder": Layout(data=ranks), "backbone": Layout(data=ranks // stages, pipeline=stages)}
+    return Allocation("colocated", both, dict.fromkeys(both, tuple(range(ranks))), order="searched")
+
+
+def separate(encoders: int, stages: int) -> Allocation:
+    """Some ranks encode, and each of the others has a stage of the backbone."""
+    layouts = {"encoder": Layout(data=encoders), "backbone": Layout(pipeline=stages)}
+    ranks = {"backbone": tuple(range(stages)), "encoder": tuple(range(stages, stages + encoders))}
+    return Allocation("separate", layouts, ranks, order="searched")
+
+
+def train(folder: Path, layout: str, allocation: Allocation | None, name: str, **more: Any) -> Run:
+    """A run from an allocation file; or the plain loop's."""
+    data = folder / "data"
+    if not data.exists():
+        write_steps(data)
+    strategy = dict(more.pop("strategy", {}))
+    arguments = {"data": str(data), "kind": "deep", "precision": "64-true", "clip": CLIP, "module": {}, **more}
+    target = "tests.exactness.reference:train"
+    if allocation is not None:
+        write_plan(allocation, folder / f"{name}.yaml", "of a test")
+        target, strategy = "tests.exactness.train:train", {**strategy, "allocation": str(folder / f"{name}.yaml")}
+        arguments |= {"layout": layout, "strategy": strategy, "settings": CUT}
+    ranks = ranks_of(layout) if allocation is not None else 1
+    return read_run(run_jobs(folder, [Job(name, target, ranks, arguments)])[name].check().folder)
+
+
+CASES = [
+    pytest.param("colocated 2", colocated(2, 2), {"encoder_activations": 1}, "64-true", id="2 ranks"),
+    pytest.param("colocated 4", colocated(4, 4), {}, "64-true", id="4 ranks", marks=pytest.mark.full),
+    pytest.param(
+        "colocated 4", colocated(4, 2), {"encoder_activations": 0}, "32-true", id="2x2", marks=pytest.mark.full
+    ),
+    pytest.param("colocated 2", colocated(2, 1), {}, "64-true", id="no stages", marks=pytest.mark.full),
+    pytest.param("1+2", separate(1, 2), {"encoder_activations": 1}, "64-true", id="1+2", marks=pytest.mark.full),
+    pytest.param("2+3", separate(2, 3), {}, "32-true", id="2+3", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "allocation", "strategy", "precision"), CASES)
+def test_a_searched_order_trains_as_the_plain_loop_does(tmp_path, layout, allocation, strategy, precision):
+    expected = train(tmp_path, layout, None, "plain", precision=precision)
+    found = train(tmp_path, layout, allocation, "searched", precision=precision, strategy=strategy)
+    assert error(found.initial, expected.initial) == 0.0
+    assert found.losses == pytest.approx(expected.losses, rel=LIMIT[precision])
+    errors = [error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)]
+    assert len(errors) == STEPS
+    assert max(errors) <= LIMIT[precision], errors
+    weights = found.weights[-1], expected.weights[-1]
+    if precision == "32-true":
+        weights = without_key_biases(weights[0]), without_key_biases(weights[1])
+    assert error(*weights) <= LIMIT[precision]
+
+
+@pytest.mark.full
+def test_a_searched_order_gives_the_same_bits_whatever_takes_how_long(tmp_path):
+    runs = [train(tmp_path, "colocated 2", colocated(2, 2), name) for name in ("one", "other")]
+    assert same_bits(*runs)

@@ -1,0 +1,49 @@
+"""The lanes of a step whose works come in one searched order, run in one process: they never block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.sizes import make_sizes, sharing_strategy, sizes_strategy
+from tests.runtime.staged import StagedStep, direct_gradients
+from tests.runtime.test_lanes_in_stages import BUDGETS, EVENTS, KEPT, PLACEMENT, RANKS, STAGES, plan_of
+
+
+def check(sizes, encoders, backbones, stages, budget, placement, kept, trains, costs, events):
+    """Runs a step in the fewest bytes that cannot block, and compares its gradients with those of one go."""
+    encoders = {"separate": 0, "colocated": stages * backbones, "mixed": stages * backbones + 1}[placement] or encoders
+    plan = plan_of(sizes, encoders, backbones, stages, budget)
+    how = {"colocated": placement != "separate", "kept_batches": kept, "trains": trains, "searched": costs}
+    step = StagedStep(plan, stages, seed=events, **how)
+    encoder, *of_stages = direct_gradients(plan, stages)
+    for found, wanted in zip(step.gradients, [encoder if trains else 0 * encoder, *of_stages], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    assert all(pool.is_empty for pool in step.pools)
+    return step
+
+
+GIVEN = st.tuples(RANKS, RANKS, STAGES, BUDGETS, PLACEMENT, KEPT, st.booleans(), EVENTS, EVENTS)
+
+
+@settings(max_examples=8, deadline=None)
+@given(sizes_strategy(16) | sharing_strategy(), GIVEN)
+def test_a_searched_order_never_blocks_and_loses_no_gradient(sizes, step):
+    check(sizes, *step)
+
+
+@pytest.mark.full
+@settings(max_examples=300, deadline=None)
+@given(sizes_strategy(16) | sharing_strategy(), GIVEN)
+def test_neither_does_it_in_three_hundred_steps(sizes, step):
+    check(sizes, *step)
+
+
+@pytest.mark.parametrize("placement", ["colocated", pytest.param("separate", marks=pytest.mark.full)])
+def test_a_searched_order_gives_the_same_bits_in_every_order_of_events(placement):
+    sizes = make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 4)
+    found = [check(sizes, 2, 1, 2, 30, placement, 1, True, 7, events) for events in range(5)]
+    assert all(torch.equal(*pair) for step in found for pair in zip(step.gradients, found[0].gradients, strict=True))
+    assert all(step.executed == found[0].executed for step in found)
