@@ -1,0 +1,167 @@
+"""The FlowModule of the recipe: queries read the quickstart's frozen model, and a diffusion transformer draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, PixArtTransformer2DModel
+from torch import Tensor, nn
+
+from flowtrain_lightning import PackedBatch
+from flowtrain_lightning.data import ImageProcessor, PackedTargets
+from recipes.metaquery.scenes import COLOURS, SIDE, colour_of
+from recipes.quickstart.model import LanguageModel
+from recipes.quickstart.module import QuickstartVLM
+
+IMAGES = ImageProcessor(
+    patch_size=8, merge_size=2, min_pixels=SIDE**2, max_pixels=4 * SIDE**2, mean=(0.5,) * 3, std=(0.5,) * 3
+)
+"""As the quickstart's, for smaller pictures: values from -1 to 1."""
+
+QUERIES = 8
+HEADS, HEAD_DIM, BLOCKS = 4, 24, 4
+UNTOLD = 0.1
+"""Share of the pictures in training that are drawn from nothing, so that drawing can lead away from that."""
+DRAWING_STEPS, GUIDANCE = 16, 3.0
+_TIMES = 1000.0
+"""The diffusion transformer counts time from 0 to this."""
+
+
+class Reader(LanguageModel):
+    """The quickstart's language model, of which the last states are wanted and not the scores."""
+
+    def forward(self, embeddings: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """``[tokens, width]``."""
+        return self.states(embeddings, position_ids, cu_seqlens, max_seqlen)
+
+
+class Draws(QuickstartVLM):
+    """Draws what words and a sketch ask for; only queries, connector and diffusion transformer train.
+
+    Args:
+        taught: a checkpoint of the quickstart; None leaves its model as it is, to be read from a checkpoint of this
+            module.
+        sizes: as `QuickstartVLM` has them.
+    """
+
+    condition_rows = QUERIES
+
+    def __init__(self, taught: str | None = None, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.halves = {
+            "encoder": ("encoder",),
+            "backbone": ("backbone", "queries"),
+            "generator": ("connector", "painter"),
+        }
+        self.drawn: dict[int, Tensor] = {}
+
+    def configure_encoder(self) -> None:
+        """Build the quickstart's encoder, frozen."""
+        super().configure_encoder()
+        self._teach("encoder")
+
+    def configure_backbone(self) -> None:
+        """Build the quickstart's language model, frozen, and the queries."""
+        width = self.hparams["backbone_width"]
+        self.backbone = Reader(
+            self.hparams["vocabulary"],
+            self.hparams["feature_width"],
+            width,
+            self.hparams["backbone_depth"],
+            self.hparams["backbone_heads"],
+        )
+        self._teach("backbone")
+        self.queries = nn.Embedding(QUERIES, width)
+        # As large as the embeddings of tokens: larger ones would drown what the blocks add to them.
+        nn.init.normal_(self.queries.weight, std=0.02)
+
+    def configure_generator(self) -> None:
+        """Build what draws."""
+        read, width = self.hparams["backbone_width"], HEADS * HEAD_DIM
+        self.connector = nn.Sequential(
+            nn.RMSNorm(read, eps=1e-6), nn.Linear(read, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.painter = PixArtTransformer2DModel(
+            num_attention_heads=HEADS,
+            attention_head_dim=HEAD_DIM,
+            in_channels=3,
+            out_channels=3,
+            num_layers=BLOCKS,
+            cross_attention_dim=width,
+            sample_size=SIDE,
+            patch_size=2,
+        )
+
+    def merge(self, batch: PackedBatch, features: dict[str, Tensor | tuple[Tensor, ...]]) -> dict[str, Any]:
+        """Put the queries where a picture is to be drawn."""
+        arguments = super().merge(batch, features)
+        queries = self.queries.weight.repeat(batch.generated, 1).to(arguments["embeddings"].dtype)
+        arguments["embeddings"] = arguments["embeddings"].index_copy(0, batch.condition_positions, queries)
+        return arguments
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
+        """It learns no words."""
+        return outputs.new_zeros(()), 0
+
+    def condition(self, outputs: Tensor, batch: PackedBatch) -> Tensor:
+        """What the queries have read."""
+        return outputs.index_select(0, batch.condition_positions)
+
+    def generator_loss(self, items: PackedTargets, condition: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        """Flow matching: the squared error of the direction from pictures to noise; validation draws, too."""
+        assert isinstance(condition, Tensor)
+        read = condition.unflatten(0, (len(items), QUERIES))
+        pictures, noise = items.images(), items.with_values(items.normal_like("noise")).images()
+        if not self.training:
+            self._draw_and_judge(items, read, pictures)
+        time = items.uniform("time")[:, None, None, None]
+        told = (items.uniform("told") >= UNTOLD).to(read)[:, None, None]
+        found = self._direction((1 - time) * pictures + time * noise, self.connector(told * read), time.flatten())
+        return ((found - (noise - pictures)) ** 2).sum(), pictures.numel()
+
+    @torch.no_grad()
+    def draw(self, read: Tensor, noise: Tensor) -> Tensor:
+        """Pictures from noise, led away from what would be drawn from nothing.
+
+        Args:
+            read: ``[pictures, QUERIES, width]`` what the queries have read.
+            noise: ``[pictures, 3, SIDE, SIDE]`` to begin with.
+
+        Returns:
+            ``[pictures, 3, SIDE, SIDE]`` from -1 to 1.
+        """
+        scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(_TIMES))
+        scheduler.set_timesteps(DRAWING_STEPS)
+        known, pictures = self.connector(torch.cat([read, torch.zeros_like(read)])), noise
+        for moment in scheduler.timesteps:
+            time = (moment / _TIMES).to(noise).expand(2 * len(noise))
+            told, untold = self._direction(torch.cat([pictures, pictures]), known, time).chunk(2)
+            pictures = scheduler.step(untold + GUIDANCE * (told - untold), moment, pictures).prev_sample
+        return pictures.clamp(-1, 1)
+
+    def _direction(self, pictures: Tensor, known: Tensor, time: Tensor) -> Tensor:
+        found: Tensor = self.painter(pictures, known, _TIMES * time).sample
+        return found
+
+    def _draw_and_judge(self, items: PackedTargets, read: Tensor, wanted: Tensor) -> None:
+        """Keeps what is drawn, and logs how often the colour is the one of the picture that was wanted."""
+        drawn = self.draw(read, items.with_values(items.normal_like("drawing")).images())
+        for item, picture in zip(items.media.items, drawn, strict=True):
+            self.drawn[item.sample] = picture
+        found, named = ([colour_of(one) for one in as_pixels(pictures)] for pictures in (drawn, wanted))
+        assert set(named) <= set(COLOURS)
+        right = [one == other for one, other in zip(found, named, strict=True)]
+        self.log("val_colour", sum(right) / len(right))
+
+    def _teach(self, half: str) -> None:
+        module = self.get_submodule(half).requires_grad_(False)
+        if self.hparams["taught"] is not None:
+            taught = QuickstartVLM.load_from_checkpoint(self.hparams["taught"], map_location="cpu")
+            module.load_state_dict(taught.get_submodule(half).state_dict())
+
+
+def as_pixels(pictures: Tensor) -> Any:
+    """``[pictures, 3, height, width]`` from -1 to 1 -> uint8 ``[pictures, height, width, 3]``."""
+    levels = ((pictures.detach().float().cpu() + 1) * 127.5).round().clamp(0, 255)
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).numpy()
