@@ -117,7 +117,9 @@ class AdaptCosts(L.Callback):
 
     def _begin(self) -> None:
         self.changes = list(self._repeated)
-        self._models = {role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in self._graph.roles}
+        self._models: dict[str, AdaptiveCost] = {
+            role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in self._graph.roles
+        }
         self._observed: dict[str, list[Observation]] = {role: [] for role in self._graph.roles}
         self._steps = 0
 

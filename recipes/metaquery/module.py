@@ -111,7 +111,7 @@ class Draws(QuickstartVLM):
     def generator_loss(self, items: PackedTargets, condition: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, int]:
         """Flow matching: the squared error of the direction from pictures to noise; validation draws, too."""
         assert isinstance(condition, Tensor)
-        read = condition.unflatten(0, (len(items), QUERIES))
+        read = condition.view(len(items), QUERIES, -1)
         pictures, noise = items.images(), items.with_values(items.normal_like("noise")).images()
         if not self.training:
             self._draw_and_judge(items, read, pictures)
