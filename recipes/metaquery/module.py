@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, PixArtTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from torch import Tensor, nn
 
 from flowtrain_lightning import PackedBatch
@@ -20,7 +20,7 @@ IMAGES = ImageProcessor(
 """As the quickstart's, for smaller pictures: values from -1 to 1."""
 
 QUERIES = 8
-HEADS, HEAD_DIM, BLOCKS = 4, 24, 4
+HEADS, HEAD_DIM, BLOCKS, PATCH = 4, 24, 3, 4
 UNTOLD = 0.1
 """Share of the pictures in training that are drawn from nothing, so that drawing can lead away from that."""
 DRAWING_STEPS, GUIDANCE = 16, 3.0
@@ -82,15 +82,18 @@ class Draws(QuickstartVLM):
         self.connector = nn.Sequential(
             nn.RMSNorm(read, eps=1e-6), nn.Linear(read, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
-        self.painter = PixArtTransformer2DModel(
-            num_attention_heads=HEADS,
-            attention_head_dim=HEAD_DIM,
+        self.painter = SD3Transformer2DModel(
+            sample_size=SIDE,
+            patch_size=PATCH,
             in_channels=3,
             out_channels=3,
             num_layers=BLOCKS,
-            cross_attention_dim=width,
-            sample_size=SIDE,
-            patch_size=2,
+            num_attention_heads=HEADS,
+            attention_head_dim=HEAD_DIM,
+            joint_attention_dim=width,
+            caption_projection_dim=width,
+            pooled_projection_dim=width,
+            pos_embed_max_size=SIDE // PATCH,
         )
 
     def merge(self, batch: PackedBatch, features: dict[str, Tensor | tuple[Tensor, ...]]) -> dict[str, Any]:
@@ -141,7 +144,7 @@ class Draws(QuickstartVLM):
         return pictures.clamp(-1, 1)
 
     def _direction(self, pictures: Tensor, known: Tensor, time: Tensor) -> Tensor:
-        found: Tensor = self.painter(pictures, known, _TIMES * time).sample
+        found: Tensor = self.painter(pictures, known, known.mean(1), _TIMES * time).sample
         return found
 
     def _draw_and_judge(self, items: PackedTargets, read: Tensor, wanted: Tensor) -> None:
