@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from flowtrain_lightning import PackedBatch
 from flowtrain_lightning.data import ImageProcessor, PackedTargets
-from recipes.metaquery.scenes import COLOURS, SIDE, colour_of
+from recipes.metaquery.reading import reading_of
+from recipes.metaquery.scenes import COLOURS, HELD_OUT, SIDE, colour_of, wishes
 from recipes.quickstart.model import LanguageModel
 from recipes.quickstart.module import QuickstartVLM
 
@@ -34,6 +35,32 @@ class Reader(LanguageModel):
     def forward(self, embeddings: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """``[tokens, width]``."""
         return self.states(embeddings, position_ids, cu_seqlens, max_seqlen)
+
+
+class Connector(nn.Module):
+    """What the queries have read -> what the diffusion transformer reads.
+
+    Prompts change little of what queries read. So each number first loses its mean and is divided by its spread, which
+    are measured before training: else what prompts share drowns what they differ in, and colours are not learned.
+
+    Args:
+        read: numbers of what a query has read.
+        width: numbers that the diffusion transformer reads of each.
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, read: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(QUERIES, read))
+        self.register_buffer("spread", torch.ones(QUERIES, read))
+        self.layers = nn.Sequential(nn.Linear(read, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, read: Tensor, told: Tensor) -> Tensor:
+        """``[pictures, QUERIES, read]``, and ``[pictures]`` 1 or 0 for nothing -> ``[pictures, QUERIES, width]``."""
+        known: Tensor = self.layers((read - self.mean) / self.spread * told[:, None, None])
+        return known
 
 
 class Draws(QuickstartVLM):
@@ -73,15 +100,17 @@ class Draws(QuickstartVLM):
         )
         self._teach("backbone")
         self.queries = nn.Embedding(QUERIES, width)
-        # As large as the embeddings of tokens: larger ones would drown what the blocks add to them.
-        nn.init.normal_(self.queries.weight, std=0.02)
+        with torch.no_grad():
+            self.queries.weight.copy_(self.backbone.embed.weight[:QUERIES])
 
     def configure_generator(self) -> None:
         """Build what draws."""
         read, width = self.hparams["backbone_width"], HEADS * HEAD_DIM
-        self.connector = nn.Sequential(
-            nn.RMSNorm(read, eps=1e-6), nn.Linear(read, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.connector = Connector(read, width)
+        if (taught := self._taught()) is not None:
+            mean, spread = reading_of(taught, taught.backbone.embed.weight[:QUERIES], wishes(HELD_OUT)[0])
+            self.connector.mean.copy_(mean)
+            self.connector.spread.copy_(spread + 1e-3)
         self.painter = SD3Transformer2DModel(
             sample_size=SIDE,
             patch_size=PATCH,
@@ -119,8 +148,8 @@ class Draws(QuickstartVLM):
         if not self.training:
             self._draw_and_judge(items, read, pictures)
         time = items.uniform("time")[:, None, None, None]
-        told = (items.uniform("told") >= UNTOLD).to(read)[:, None, None]
-        found = self._direction((1 - time) * pictures + time * noise, self.connector(told * read), time.flatten())
+        told = (items.uniform("told") >= UNTOLD).to(read)
+        found = self._direction((1 - time) * pictures + time * noise, self.connector(read, told), time.flatten())
         return ((found - (noise - pictures)) ** 2).sum(), pictures.numel()
 
     @torch.no_grad()
@@ -136,11 +165,12 @@ class Draws(QuickstartVLM):
         """
         scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(_TIMES))
         scheduler.set_timesteps(DRAWING_STEPS)
-        known, pictures = self.connector(torch.cat([read, torch.zeros_like(read)])), noise
+        told = torch.cat([noise.new_ones(len(noise)), noise.new_zeros(len(noise))])
+        known, pictures = self.connector(torch.cat([read, read]), told), noise
         for moment in scheduler.timesteps:
             time = (moment / _TIMES).to(noise).expand(2 * len(noise))
-            told, untold = self._direction(torch.cat([pictures, pictures]), known, time).chunk(2)
-            pictures = scheduler.step(untold + GUIDANCE * (told - untold), moment, pictures).prev_sample
+            led, unled = self._direction(torch.cat([pictures, pictures]), known, time).chunk(2)
+            pictures = scheduler.step(unled + GUIDANCE * (led - unled), moment, pictures).prev_sample
         return pictures.clamp(-1, 1)
 
     def _direction(self, pictures: Tensor, known: Tensor, time: Tensor) -> Tensor:
@@ -159,9 +189,12 @@ class Draws(QuickstartVLM):
 
     def _teach(self, half: str) -> None:
         module = self.get_submodule(half).requires_grad_(False)
-        if self.hparams["taught"] is not None:
-            taught = QuickstartVLM.load_from_checkpoint(self.hparams["taught"], map_location="cpu")
+        if (taught := self._taught()) is not None:
             module.load_state_dict(taught.get_submodule(half).state_dict())
+
+    def _taught(self) -> QuickstartVLM | None:
+        path = self.hparams["taught"]
+        return None if path is None else QuickstartVLM.load_from_checkpoint(path, map_location="cpu")
 
 
 def as_pixels(pictures: Tensor) -> Any:

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from flowtrain_lightning import FlowDataModule, FlowTrainStrategy
 from recipes.metaquery.module import IMAGES, Draws, as_pixels
-from recipes.metaquery.scenes import COLOURS, SIDE, wishes, with_other_prompts, words, write_scenes
+from recipes.metaquery.reading import TOKENIZER
+from recipes.metaquery.scenes import COLOURS, HELD_OUT, SIDE, wishes, with_other_prompts, words, write_scenes
 
 CHANCE = 1 / len(COLOURS)
 RUN = Path("runs/metaquery")
 TAUGHT = Path("runs/quickstart/checkpoints/last.ckpt")
-HELD_OUT, PROMPTS = 20, 100
-"""What words never ask for in training, and how many records ask for that afterwards."""
+PROMPTS = 100
+"""Records that ask afterwards for what words never ask for in training."""
 RECORDS, STEPS = 2080, 600
 """To train on, and how long."""
 
-_TOKENIZER = Path(__file__).parent.parent / "quickstart" / "tokenizer.json"
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -100,7 +100,7 @@ def show(asked: list[str], drawn: list[Tensor], path: Path, columns: int = 5, li
 
 
 def _data(**settings: Any) -> FlowDataModule:
-    tokenizer = Tokenizer.from_file(str(_TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     return FlowDataModule(tokenizer=tokenizer, images=IMAGES, token_budget=1024, **settings)
 
 

@@ -26,6 +26,9 @@ GROUNDS = {"white": 250, "grey": 140, "black": 15}
 SIDE = 16
 """Of a picture, in pixels; of a sketch it is twice that."""
 
+HELD_OUT = 20
+"""Wishes that no training record has."""
+
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom of what a picture shows, in its pixels."""
 
@@ -60,7 +63,7 @@ def write_scenes(folder: Path, asked: list[Wish], count: int, seed: int) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     draw, records = np.random.default_rng(seed), []
     for number in range(count):
-        wish, box = asked[number % len(asked)], _box(draw)
+        wish, box = asked[number % len(asked)], random_box(draw)
         picture(wish, box).save(folder / f"{number}.png")
         sketch(box).save(folder / f"{number}-sketch.png")
         records.append(_record(words(wish), f"{number}-sketch.png", f"{number}.png"))
@@ -121,7 +124,8 @@ def colour_of(pixels: NDArray[np.uint8]) -> str:
     return next((name for name in main_colours(pixels.reshape(-1, 3)) if name in COLOURS), "none")
 
 
-def _box(draw: np.random.Generator) -> Box:
+def random_box(draw: np.random.Generator) -> Box:
+    """Where something may be in a picture."""
     side = int(draw.integers(8, 13))
     left, top = (int(edge) for edge in draw.integers(0, SIDE - side + 1, 2))
     return left, top, left + side - 1, top + side - 1
