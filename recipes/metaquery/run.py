@@ -68,7 +68,7 @@ def train(
     own = write_scenes(folder / "held-out", held_out, prompts, seed=2)
     files = {"others": with_other_prompts(own, seed=3), "own": own}
     L.seed_everything(1, verbose=False)
-    strategy: Any = FlowTrainStrategy() if devices > 1 else "auto"
+    strategy: Any = FlowTrainStrategy(placement="colocated") if devices > 1 else "auto"
     trainer = L.Trainer(devices=devices, strategy=strategy, max_steps=steps, default_root_dir=folder, **_QUIET)
     trainer.fit(Draws(None if taught is None else str(taught)), _data(train=train_file, global_batch_size=32))
     trainer.save_checkpoint(folder / "drawing.ckpt")
