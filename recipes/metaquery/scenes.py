@@ -103,8 +103,8 @@ def picture(wish: Wish, box: Box) -> Image.Image:
     elif shape == "triangle":
         pencil.polygon(((left, bottom), (across, top), (right, bottom)), fill)
     else:
-        pencil.rectangle((across - 1, top, across + 1, bottom), fill)
-        pencil.rectangle((left, down - 1, right, down + 1), fill)
+        pencil.rectangle((across - 2, top, across + 2, bottom), fill)
+        pencil.rectangle((left, down - 2, right, down + 2), fill)
     return image
 
 
@@ -126,7 +126,7 @@ def colour_of(pixels: NDArray[np.uint8]) -> str:
 
 def random_box(draw: np.random.Generator) -> Box:
     """Where something may be in a picture."""
-    side = int(draw.integers(8, 13))
+    side = int(draw.integers(10, 14))
     left, top = (int(edge) for edge in draw.integers(0, SIDE - side + 1, 2))
     return left, top, left + side - 1, top + side - 1
 

@@ -161,7 +161,6 @@ def test_every_layout_goes_on_bit_for_bit(folder_of: Callable[..., Path], run: C
     [
         ("colocated 2", "2+2+2 fsdp"),
         ("2+2+2 fsdp", "1+1+1"),
-        ("colocated 2 fsdp generator", "auto"),
         ("1+1+1, frozen backbone", "colocated 2 fsdp, frozen backbone"),
         ("colocated 2, frozen tower", "2+1+1 fsdp encoder, frozen tower"),
     ],
