@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
-from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.data import StepBatch, StepLoader
 from flowtrain_lightning.data.steps.step_packing import CostChange
+from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.cost_model import AdaptiveCost, Observation
+from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.runtime.rank_metrics import joined_timings
 from flowtrain_lightning.runtime.runner import RoleRunner
@@ -28,10 +30,10 @@ _UNKNOWN = CostModel(0.0, 0.0, 0.0)
 class AdaptCosts(L.Callback):
     """Fits the cost models to measured microbatches and encoder batches while a run goes on.
 
-    Every few steps both models are fitted to the times of all ranks, in seconds. What is found holds from a later step
-    on, which no rank or worker has planned yet: so many steps later as may be planned ahead. It decides how the samples
-    of a step are packed, and never which these are. All ranks find the same; a checkpoint keeps it, so that a resumed
-    run packs as before. The relative error of what the models predicted is logged as ``backbone_cost_error`` and
+    Every few steps each role's model is fitted to the times of all its ranks, in seconds. What is found holds from a
+    later step on, which no rank or worker has planned yet: so many steps later as may be planned ahead. It decides how
+    the samples of a step are packed, and never which these are. All ranks find the same; a checkpoint keeps it, so that
+    a resumed run packs as before. The relative error of what a model predicted is logged under its role, such as
     ``encoder_cost_error``, and every change is written to ``cost_changes.json``, from which a run can be repeated.
 
     ``PackingConfig(cost=..., encoder_cost=...)``, where given, are in seconds then, and ``num_workers`` is the same on
@@ -51,10 +53,13 @@ class AdaptCosts(L.Callback):
         self._measures = replay is None
         self._folder = Path()
         self._runner: RoleRunner | None = None
+        self._graph = RoleGraph(())
         self._begin()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Begins anew with another Trainer; what a checkpoint has comes after this."""
+        if isinstance(pl_module, FlowModule):
+            self._graph = pl_module.role_graph
         if stage == "fit" and trainer.global_step == 0:
             self._begin()
 
@@ -68,8 +73,9 @@ class AdaptCosts(L.Callback):
         self._folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
         if self._steps == 0:
             packing = _loader(trainer).steps.packing
-            self._models[BACKBONE].cost = packing.cost
-            self._models[ENCODER].cost = packing.encoder_cost or _UNKNOWN
+            self._models[self._graph.trunk].cost = packing.cost
+            for role in self._graph.producers:
+                self._models[role].cost = packing.encoder_cost or _UNKNOWN
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tells a new loader of changes so far."""
@@ -112,9 +118,9 @@ class AdaptCosts(L.Callback):
     def _begin(self) -> None:
         self.changes = list(self._repeated)
         self._models: dict[str, AdaptiveCost] = {
-            role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in (BACKBONE, ENCODER)
+            role: AdaptiveCost(_UNKNOWN, _REMEMBERED) for role in self._graph.roles
         }
-        self._observed: dict[str, list[Observation]] = {BACKBONE: [], ENCODER: []}
+        self._observed: dict[str, list[Observation]] = {role: [] for role in self._graph.roles}
         self._steps = 0
 
     def _tell(self, trainer: L.Trainer) -> None:
@@ -136,13 +142,11 @@ class AdaptCosts(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(errors, step=trainer.global_step - 1)  # beside the step's own loss, counted from 0
         loader = _loader(trainer)
-        cost, encoder_cost = (self._models[role].cost for role in (BACKBONE, ENCODER))
         # Whoever works ahead asks for so many steps beyond this one, and the loader plans more beyond these.
-        step = batch.step + STEPS_AHEAD + loader.planned_ahead + 1
-        change = CostChange(batch.epoch, step, cost, None if encoder_cost == _UNKNOWN else encoder_cost)
+        change = self._change(batch.epoch, batch.step + STEPS_AHEAD + loader.planned_ahead + 1)
         packing = loader.steps.packing
         former = self.changes[-1] if self.changes else CostChange(0, 0, packing.cost, packing.encoder_cost)
-        if (change.cost, change.encoder_cost) == (former.cost, former.encoder_cost):
+        if change == replace(former, epoch=change.epoch, step=change.step):
             return
         loader.change_costs(change)
         self.changes.append(change)
@@ -150,6 +154,13 @@ class AdaptCosts(L.Callback):
             self._folder.mkdir(parents=True, exist_ok=True)
             changes = [each.state_dict() for each in self.changes]
             (self._folder / "cost_changes.json").write_text(json.dumps(changes, indent=1) + "\n")
+
+    def _change(self, epoch: int, step: int) -> CostChange:
+        """What is found so far, to hold from a step on."""
+        found = {role: model.cost for role, model in self._models.items() if model.cost != _UNKNOWN}
+        cost = found.pop(self._graph.trunk, _UNKNOWN)
+        whatever = self._graph.producers[0] if self._graph.is_simple else ""
+        return CostChange(epoch, step, cost, found.pop(whatever, None), found)
 
 
 def _loader(trainer: L.Trainer) -> StepLoader:

@@ -7,16 +7,17 @@ import numpy as np
 from flowtrain_lightning.packing.encoder_batches import pack_encoder_batches
 from flowtrain_lightning.packing.role_graph import RoleGraph
 from flowtrain_lightning.packing.step_members import StepMembers
-from flowtrain_lightning.packing.step_plan import Batches, IntArray, SampleSizes, StepPlan
+from flowtrain_lightning.packing.step_plan import Batches, FloatArray, IntArray, SampleSizes, StepPlan
 
 
-def batches_behind(plan: StepPlan, members: StepMembers) -> dict[str, Batches]:
+def batches_behind(costs: FloatArray, plan: StepPlan, members: StepMembers) -> dict[str, Batches]:
     """Role behind the trunk -> its batches, not yet cut.
 
     They hold media items that microbatches of one position have to say, and these positions never fall for a member:
     so a batch begins once the forwards of a position are done, and a microbatch is soon answered.
 
     Args:
+        costs: ``[media items]`` what generating each costs; those of two roles are never compared.
         plan: says which microbatch has to say each.
         members: of all roles.
     """
@@ -24,7 +25,7 @@ def batches_behind(plan: StepPlan, members: StepMembers) -> dict[str, Batches]:
     for role in members.behind:
         own = plan.sizes.of_modality(str(members.graph.modality_of(role)))
         found[role] = pack_encoder_batches(
-            plan.sizes.media_patches.astype(np.float64),
+            costs,
             *plan.readers,
             own,
             members=members.counts[role],

@@ -44,6 +44,7 @@ def plan_step(
     encoder_budget: int = ENCODER_BUDGET,
     cost: CostModel = DEFAULT_COST,
     encoder_cost: CostModel | None = None,
+    role_costs: Mapping[str, CostModel] | None = None,
     sync_every: SyncEvery = "microbatch",
     microbatches: Batches | None = None,
 ) -> StepPlan:
@@ -64,6 +65,8 @@ def plan_step(
             length are swapped between positions where that makes it shorter still. None deals media items by patches,
             and orders positions by how much media they read; where some ranks only encode and others do both, a media
             item then is taken to cost as much as its rows cost the trunk.
+        role_costs: role -> what a set of its media items costs, instead of ``encoder_cost``. What is to be generated is
+            dealt by patches without.
         sync_every: how often members of the trunk wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed, and where the trunk has stages as many as keep these busy.
@@ -83,7 +86,8 @@ def plan_step(
             microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=members.stages, **given)
         else:
             microbatches = pack_microbatches(sizes.tokens, ranks=members.counts[trunk], **given)
-    media_costs = _media_costs(sizes, cost, encoder_cost, members.some_only_encode)
+    costs_anywhere = _media_costs(sizes, members, cost, encoder_cost, role_costs or {})
+    media_costs = costs_anywhere.copy()
     media_costs[generated_items(sizes, graph)] = 0.0
     if encoder_cost is None or members.local or members.colocated or not graph.is_simple or members.stages > 1:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
@@ -99,7 +103,7 @@ def plan_step(
     shared = encoded_as(sizes.alike, reader, position, local=members.local)
     read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
     batches = _local(read, members) if members.local else _dealt(media_costs, read, members, cost, sync_every)
-    batches |= batches_behind(read, members)
+    batches |= batches_behind(costs_anywhere, read, members)
     if members.local:  # features come in the order of the samples there, however many batches they are of
         microbatches = _by_source(microbatches, batches, sizes, shared)
         batches = {role: divided_by_modality(own, sizes) for role, own in batches.items()}
@@ -183,12 +187,26 @@ def _dealt(
 
 
 def _media_costs(
-    sizes: SampleSizes, cost: CostModel, encoder_cost: CostModel | None, some_only_encode: bool
+    sizes: SampleSizes,
+    members: StepMembers,
+    cost: CostModel,
+    encoder_cost: CostModel | None,
+    role_costs: Mapping[str, CostModel],
 ) -> FloatArray:
-    """``[media items]`` what each costs the encoder; in the unit of ``cost`` where both costs meet on a rank."""
+    """``[media items]`` what each costs the role that takes it; in the unit of ``cost`` where costs meet on a rank."""
+    patches, graph = sizes.media_patches, members.graph
     if encoder_cost is not None:
-        return encoder_cost.of_each(sizes.media_patches)
-    return cost.of_each(sizes.media_rows) if some_only_encode else sizes.media_patches.astype(np.float64)
+        costs = encoder_cost.of_each(patches)
+    else:
+        costs = cost.of_each(sizes.media_rows) if members.some_only_encode else patches.astype(np.float64)
+    for role in (*graph.producers, *graph.behind):
+        modality = graph.modality_of(role)
+        own = slice(None) if modality is None else sizes.of_modality(modality)
+        if role in role_costs:
+            costs[own] = role_costs[role].of_each(patches[own])
+        elif role in graph.behind:
+            costs[own] = patches[own]
+    return costs
 
 
 def _ordered(

@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
-from flowtrain_lightning.allocator import ROLES, Layout
-from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.allocator import Layout
 
 REFUSED_CALLBACKS: dict[type[L.Callback], str] = {
     BaseFinetuning: (
@@ -55,19 +54,11 @@ def refuse_callbacks(trainer: L.Trainer) -> None:
         ValueError: names the callback, and what to do instead.
     """
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    module = trainer.lightning_module
-    assert isinstance(module, FlowModule), "others are refused before"
     for callback in callbacks:
         for refused, reason in REFUSED_CALLBACKS.items():
             if isinstance(callback, refused):
                 callbacks.remove(callback)  # which might otherwise act on this very error
                 raise ValueError(f"The callback {type(callback).__name__} does not work under flowtrain: {reason}.")
-        if _is_own(callback, "AdaptCosts") and set(module.halves) != set(ROLES):
-            callbacks.remove(callback)
-            raise ValueError(
-                "The callback AdaptCosts was given, but it measures one encoder, and the module has the halves "
-                f"{', '.join(module.halves)}. Leave it out: media are balanced by their sizes."
-            )
         if isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False):
             raise ValueError(
                 "ModelCheckpoint(save_on_exception=True) does not work under flowtrain: "

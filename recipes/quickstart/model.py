@@ -150,7 +150,12 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.output.weight, std=0.02)
 
     def forward(self, embeddings: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Scores of the next token.
+        """Scores of the next token: ``[tokens, vocabulary]``, see `states`."""
+        scores: Tensor = self.output(self.states(embeddings, position_ids, cu_seqlens, max_seqlen))
+        return scores
+
+    def states(self, embeddings: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """What the last block makes of the tokens, normalised.
 
         Args:
             embeddings: ``[tokens, width]`` embedded tokens and features.
@@ -159,14 +164,14 @@ class LanguageModel(nn.Module):
             max_seqlen: tokens of the longest sequence.
 
         Returns:
-            ``[tokens, vocabulary]``.
+            ``[tokens, width]``.
         """
         packing = Packing(cu_seqlens, max_seqlen, rotary_angles(position_ids, self.head_dim, base=10_000.0))
         rows = embeddings
         for block in self.blocks:
             rows = block(rows, packing)
-        scores: Tensor = self.output(self.norm(rows))
-        return scores
+        normal: Tensor = self.norm(rows)
+        return normal
 
 
 def patch_positions(grid: Tensor, merge_size: int) -> Tensor:

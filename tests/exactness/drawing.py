@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.callbacks import FlowMonitor
-from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedTargets
+from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.hearing import SAVED_AT, Saver
@@ -156,12 +156,33 @@ class Drawing(TinyVLM):
 
 
 class Mortal(Drawing):
-    """The same; its generator's process is killed in some step."""
+    """The same; a process of one half is killed in some step, of the backbone's not the first.
+
+    Args:
+        dies: the half.
+        module: arguments of `Drawing`.
+    """
+
+    def __init__(self, dies: str, **module: Any) -> None:
+        super().__init__(**module)
+        self.dies = dies
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        self._work_as("encoder")
+        return super().encode(media)
+
+    def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int]:
+        self._work_as("backbone")
+        return super().loss(outputs, batch)
 
     def generator_loss(self, items: PackedTargets, condition: Tensor) -> tuple[Tensor, int]:
-        if self.trainer.training and self.trainer.global_step == SAVED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._work_as("generator")
         return super().generator_loss(items, condition)
+
+    def _work_as(self, half: str) -> None:
+        late = self.trainer.training and self.trainer.global_step >= SAVED_AT
+        if late and half == self.dies and self.trainer.global_rank > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_drawings(folder: Path) -> None:
@@ -228,7 +249,7 @@ def train(
     clip: float | None = None,
     resume: str | None = None,
     strategy: dict[str, Any] | None = None,
-    dies: bool = False,
+    dies: str | None = None,
     watched: bool = False,
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
@@ -256,7 +277,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = (Mortal if dies else Drawing)(**(module or {}))
+    model = Mortal(dies, **(module or {})) if dies else Drawing(**(module or {}))
     trainer.fit(model, drawings(Path(data)), ckpt_path=resume)
     recorder.save(folder)
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}

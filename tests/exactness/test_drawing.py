@@ -18,6 +18,7 @@ from tests.forks import Job, read_down, run_jobs
 LIMIT = 1e-10
 
 FROZEN_BACKBONE = {"module": {"frozen": ["backbone"]}}
+FROZEN_TOWER = {"module": {"frozen": ["encoder"]}}
 QUERIES_ALONE = {"module": {"frozen": ["encoder", "backbone"]}}
 CASES: dict[str, dict[str, Any]] = {
     "auto": {"layout": "auto"},
@@ -49,13 +50,19 @@ CASES: dict[str, dict[str, Any]] = {
         "layout": "colocated 2 tensor encoder backbone",
         "module": {"frozen": ["encoder", "backbone"], "divided": True},
     },
-    "1+1+2, frozen tower, watched": {"layout": "1+1+2", "module": {"frozen": ["encoder"]}, "watched": True},
-    "colocated 2, frozen tower": {"layout": "colocated 2", "module": {"frozen": ["encoder"]}},
+    "1+1+2, frozen tower, watched": {"layout": "1+1+2", "watched": True, **FROZEN_TOWER},
+    "colocated 2, frozen tower": {"layout": "colocated 2", **FROZEN_TOWER},
     "1+2+1, queries alone": {"layout": "1+2+1", **QUERIES_ALONE},
     "1+2+1, generator alone": {"layout": "1+2+1", "module": {"frozen": ["encoder", "backbone", "queries"]}},
     "colocated 2, generator alone": {"layout": "colocated 2", "module": {"frozen": ["encoder", "backbone", "queries"]}},
     "1+1+1, it only draws": {"layout": "1+1+1", "module": {"says": False}},
     "1+1+1, it keeps nothing": {"layout": "1+1+1", "strategy": {"encoder_activations": 0}},
+    "1+1+1, frozen tower, clipped": {"layout": "1+1+1", "clip": 0.2, **FROZEN_TOWER},
+    "2+1+1 fsdp encoder, frozen tower": {"layout": "2+1+1 fsdp encoder", **FROZEN_TOWER},
+    "1+2+1 fsdp backbone, frozen tower, clipped": {"layout": "1+2+1 fsdp backbone", "clip": 0.2, **FROZEN_TOWER},
+    "1+1+2 fsdp generator, frozen backbone": {"layout": "1+1+2 fsdp generator", **FROZEN_BACKBONE},
+    "colocated 2 fsdp, frozen tower": {"layout": "colocated 2 fsdp", **FROZEN_TOWER},
+    "colocated 2, it only draws, clipped": {"layout": "colocated 2", "clip": 0.2, "module": {"says": False}},
     "1+2+2, it keeps one": {"layout": "1+2+2", "strategy": {"encoder_activations": 1}},
 }
 QUICK = ["auto", "1+2+1", "colocated 2 fsdp, clipped"]
@@ -74,7 +81,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         ranks = ranks_of(arguments["layout"])
         if target == "plain_drawing":
             arguments, ranks = {key: arguments[key] for key in ("data", "module", "clip") if key in arguments}, 1
-        job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments)
+        told = " ".join(f"{key} {Path(str(value)).name}" for key, value in more.items())
+        job = Job(f"{name} {target} {told}", f"tests.exactness.{target}:train", ranks, arguments)
         done = run_jobs(folder, [job])[job.name]
         return (done if arguments.get("dies") else done.check()).folder
 
@@ -139,6 +147,32 @@ def test_it_goes_on_bit_for_bit_and_on_other_ranks(folder_of: Callable[..., Path
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("case", ["colocated 2", "2+2+2 fsdp", "1+1+1, frozen backbone", "colocated 2, frozen tower"])
+def test_every_layout_goes_on_bit_for_bit(folder_of: Callable[..., Path], run: Callable[..., Run], case: str):
+    resumed, found = read_run(folder_of(case, resume=str(folder_of(case) / "saved.ckpt"))), run(case)
+    assert resumed.losses == found.losses[SAVED_AT:]
+    for before, after in zip(found.weights[SAVED_AT:], resumed.weights, strict=True):
+        assert error(after, before) == 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("colocated 2", "2+2+2 fsdp"),
+        ("2+2+2 fsdp", "1+1+1"),
+        ("1+1+1, frozen backbone", "colocated 2 fsdp, frozen backbone"),
+        ("colocated 2, frozen tower", "2+1+1 fsdp encoder, frozen tower"),
+    ],
+)
+def test_a_checkpoint_moves_between_layouts(
+    folder_of: Callable[..., Path], run: Callable[..., Run], before: str, after: str
+):
+    moved = read_run(folder_of(after, resume=str(folder_of(before) / "saved.ckpt")))
+    assert error(moved.weights[-1], run(before).weights[-1]) <= LIMIT
+
+
+@pytest.mark.full
 def test_its_ranks_are_watched_as_others_are(folder_of: Callable[..., Path]):
     header = (folder_of("1+1+2, frozen tower, watched") / "log" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert "packing/generator_imbalance" in header
@@ -146,8 +180,10 @@ def test_its_ranks_are_watched_as_others_are(folder_of: Callable[..., Path]):
 
 
 @pytest.mark.full
-def test_where_a_generator_is_killed_all_ranks_end_and_name_it(folder_of: Callable[..., Path]):
-    folder = folder_of("1+2+1", dies=True)
+@pytest.mark.parametrize("rank", ["1 (backbone 1)", "2 (encoder 0)", "3 (generator 0)"])
+def test_where_a_rank_beside_or_of_a_generator_is_killed_all_end_and_name_it(folder_of: Callable[..., Path], rank: str):
+    number, half, _ = rank.replace("(", "").split()
+    folder = folder_of("1+2+1", dies=half)
     told = {path.name: path.read_text() for path in folder.glob("fault-rank*.txt")}
-    assert told.keys() == {f"fault-rank{rank}.txt" for rank in range(3)}
-    assert all(text.startswith("Rank 3 (generator 0) died") for text in told.values()), told
+    assert told.keys() == {f"fault-rank{other}.txt" for other in range(4) if other != int(number)}
+    assert all(text.startswith(f"Rank {rank} died") for text in told.values()), told

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import AllocationError, Layout
-from flowtrain_lightning.callbacks import AdaptCosts, AverageWeights
+from flowtrain_lightning.callbacks import AverageWeights
 from flowtrain_lightning.data import Features, PackedBatch
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, refuse_optimizers_of_shares
@@ -26,7 +26,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_sharded_before,
     refuse_unshared_sequences,
 )
-from tests.exactness.hearing import SeeingAndHearing, allocation_of, memory_data
+from tests.exactness.hearing import SeeingAndHearing, memory_data
 from tests.tiny import TinyVLM
 
 
@@ -145,12 +145,4 @@ def test_an_encoder_without_a_rank_is_refused_before_a_rank_starts(monkeypatch: 
     strategy = FlowTrainStrategy(encoder_ranks={"encoder_image": 1})
     trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, logger=False)
     with pytest.raises(AllocationError, match=r"give each role that encodes .encoder_image, encoder_audio. at least 1"):
-        trainer.fit(SeeingAndHearing(), memory_data())
-
-
-def test_costs_of_several_encoders_do_not_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [__file__])  # which other ranks could run again
-    strategy = FlowTrainStrategy(allocation=allocation_of("1+1+1"))
-    trainer = L.Trainer(accelerator="cpu", devices=3, strategy=strategy, callbacks=[AdaptCosts()], logger=False)
-    with pytest.raises(ValueError, match="AdaptCosts was given, but it measures one encoder"):
         trainer.fit(SeeingAndHearing(), memory_data())

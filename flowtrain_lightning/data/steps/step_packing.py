@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class StepPacking:
         encoder_cost: what a set of media items costs the encoder; None balances by patches.
         sync_every: when backbone ranks wait for each other; None follows the layout of the ranks.
         encoder_budget: the most patches of an encoder batch, save one of a single media item that has more.
+        role_costs: role -> what a set of its media items costs, where several roles take media.
     """
 
     token_budget: int
@@ -81,6 +82,7 @@ class StepPacking:
     encoder_cost: CostModel | None = None
     sync_every: SyncEvery | None = None
     encoder_budget: int = ENCODER_BUDGET
+    role_costs: Mapping[str, CostModel] = field(default_factory=dict)
 
     def plan(
         self, sizes: SampleSizes, samples: IntArray, members: StepMembers, microbatches: Batches | None = None
@@ -101,6 +103,7 @@ class StepPacking:
             encoder_budget=self.encoder_budget,
             cost=self.cost,
             encoder_cost=self.encoder_cost,
+            role_costs=self.role_costs,
             sync_every=self.sync_every or sync_every_of(members),
             microbatches=microbatches,
         )
@@ -116,7 +119,7 @@ class StepPacking:
 
     def with_costs(self, change: CostChange) -> StepPacking:
         """This packing with other cost models."""
-        return replace(self, cost=change.cost, encoder_cost=change.encoder_cost)
+        return replace(self, cost=change.cost, encoder_cost=change.encoder_cost, role_costs=change.role_costs)
 
     def resumed_from(self, state: Mapping[str, Any], unset_settings: Set[str]) -> StepPacking:
         """This packing with a checkpoint's cost models, as far as the user has set none."""
@@ -137,12 +140,14 @@ class CostChange:
         step: its number in the epoch; beyond the epoch's last, the next epoch begins with them.
         cost: what a packed set of sequences costs the backbone.
         encoder_cost: what a set of media items costs the encoder; None balances by patches.
+        role_costs: role -> what a set of its media items costs, where several roles take media.
     """
 
     epoch: int
     step: int
     cost: CostModel
     encoder_cost: CostModel | None
+    role_costs: Mapping[str, CostModel] = field(default_factory=dict)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -157,7 +162,8 @@ class CostChange:
     def from_state(cls, state: Mapping[str, Any]) -> CostChange:
         """The change that was saved."""
         encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
-        return cls(state["epoch"], state["step"], CostModel(**state["cost"]), encoder_cost)
+        role_costs = {role: CostModel(**cost) for role, cost in state.get("role_costs", {}).items()}
+        return cls(state["epoch"], state["step"], CostModel(**state["cost"]), encoder_cost, role_costs)
 
 
 def _profiled_costs(path: Path) -> tuple[CostModel, CostModel | None]:
