@@ -1,4 +1,4 @@
-"""A process that decodes keeps what it frees for its next picture: asked of the system anew, each page is cleared first.
+"""A process that decodes keeps what it frees for its next picture, since the system clears each page that it gives.
 
 A picture takes megabytes for milliseconds. By default glibc returns those at once, and takes them again for the next.
 """
