@@ -146,7 +146,7 @@ def start(name: str, file: Path) -> Loader:
         file,
         tokenizer=TOKENIZER,
         images=ImageProcessor(max_pixels=512 * 512),
-        videos=VideoProcessor(max_pixels=224 * 224),
+        videos=VideoProcessor(max_pixels=128 * 28 * 28),
         token_budget=4096,
         global_batch_size=SAMPLES,
         shuffle=False,

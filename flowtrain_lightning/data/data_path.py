@@ -15,6 +15,9 @@ PROTOCOLS = frozenset({"file", "local", "gs", "gcs", "hf", "s3", "s3a"})
 the machine that reads ask whom the record names (http, ftp), or open archives and lists of addresses (zip, reference).
 """
 
+WHOLE_FILES = "its server gives whole files only, and would for each record; copy the file to a disk"
+"""Why a file at an address is refused."""
+
 _filesystems: dict[int, Any] = {}
 """What has asked for addresses, kept for as long as the process lives: a fork that let go of its copy would end the
 connections of the process that it was forked from, whose requests then wait for ever."""
@@ -55,6 +58,26 @@ def in_this_process(path: Path) -> Path:
     own: Any = pickle.loads(pickle.dumps(path))  # as one that was sent here
     _keep(own)
     return own  # type: ignore[no-any-return]
+
+
+def part_of(remote: Path, offset: int, length: int) -> bytes:
+    """``length`` bytes of a file at an address from ``offset`` on, and none beside them; fewer where it ends.
+
+    What opens such a file would read megabytes ahead, for each record anew.
+
+    Raises:
+        OSError: they cannot be had.
+    """
+    asked: Any = remote
+    try:
+        content: bytes = asked.fs.cat_file(asked.path, start=offset, end=offset + length)
+    except OSError:
+        raise
+    except Exception as error:  # each kind of address has a library, which raises errors of its own
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    if len(content) > length:
+        raise OSError(WHOLE_FILES)
+    return content
 
 
 def _keep(remote: Any) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,23 +105,24 @@ def listening(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 @contextmanager
-def cluster_of_hosts(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def cluster_of_hosts(python: str = sys.executable) -> Iterator[dict[str, str]]:
     """A Ray cluster of both hosts that this process has made, the second of which makes steps; how to reach it.
 
     Args:
-        variables: of whatever runs in it.
+        python: the second host's.
     """
     address = f"{ADDRESSES[0]}:6379"
     own = {name: value for name, value in ON_LOOPBACK.items() if name.startswith("RAY_AUTH")}
-    given = {**os.environ, **own, **variables, "PYTHONPATH": python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
+    given = {**os.environ, **own, "PYTHONPATH": python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
     given["RAY_worker_niceness"] = "0"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={folder}"]
         nodes: list[subprocess.Popen[bytes]] = []
         try:
-            for host, settings in enumerate((head, [f"--address={address}", "--num-cpus=2"])):
+            nodes_given = ((sys.executable, head), (python, [f"--address={address}", "--num-cpus=2"]))
+            for host, (interpreter, settings) in enumerate(nodes_given):
                 small = ["--object-store-memory=80000000", f"--node-ip-address={ADDRESSES[host]}", "--block"]
-                command = [sys.executable, "-m", "ray.scripts.scripts", "start", *settings, *small]
+                command = [interpreter, "-m", "ray.scripts.scripts", "start", *settings, *small]
                 log = open(Path(folder, f"host{host}.log"), "wb")  # noqa: SIM115
                 nodes.append(subprocess.Popen(on_host(host, command), env=given, stdout=log, stderr=log))
                 while b"Ray runtime started" not in Path(log.name).read_bytes():

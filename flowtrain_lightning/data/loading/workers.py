@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowtrain_lightning.data.batch import StepBatch
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.loading.freed_memory import keep_freed_memory
 from flowtrain_lightning.data.loading.worker_channels import WorkerChannel, channel
 
 _ALIGNMENT = 64
@@ -173,6 +174,7 @@ class WorkerStart:
         """Called in the process of the worker of this number."""
         global _own_channel
         _own_channel = self._channels[worker] if self._channels else None
+        keep_freed_memory()
         end_with_starter()
 
 

@@ -7,11 +7,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flowtrain_lightning.data.node.reader_link import ReaderLink
 from flowtrain_lightning.data.records.formats import Record
 from flowtrain_lightning.data.sources.sample_source import SampleSource
+from flowtrain_lightning.data.sources.slow_reading import named_if_slow
 
 KEPT_BYTES = 1 << 30
 """Of images and videos in records that wait for whoever needs them, at most. Those of older steps are then let go of,
@@ -47,6 +48,14 @@ class _Step:
         return sum(record.bytes_inside for record in list(self.records.values()))
 
 
+class PlacedSamples(SampleSource, Protocol):
+    """Samples whose places have names."""
+
+    def where(self, sample: int) -> str:
+        """The place of a sample, for messages."""
+        ...
+
+
 class StepRecords:
     """Reads the records of a step that a node needs when one of its processes asks for the first of them.
 
@@ -55,7 +64,7 @@ class StepRecords:
         together: several records may be read at the same time.
     """
 
-    def __init__(self, source: SampleSource, *, together: bool) -> None:
+    def __init__(self, source: PlacedSamples, *, together: bool) -> None:
         self._source = source
         self._steps: OrderedDict[StepName, _Step] = OrderedDict()
         self._lock = threading.Lock()
@@ -82,7 +91,16 @@ class StepRecords:
         return [found[sample] for sample in own]
 
     def _read(self, samples: Sequence[int]) -> dict[int, Record]:
-        return dict(zip(samples, self._threads.map(self._source.record, samples), strict=True))
+        """The records of these samples; those that do not come are named."""
+        left = dict.fromkeys(samples)
+
+        def read(sample: int) -> Record:
+            record = self._source.record(sample)
+            left.pop(sample)
+            return record
+
+        with named_if_slow(lambda: f"{self._source.where([*left, *samples][0])} has not been read"):
+            return dict(zip(samples, self._threads.map(read, samples), strict=True))
 
     def _let_go(self, name: StepName, step: _Step) -> None:
         with self._lock:

@@ -38,6 +38,14 @@ _STORE_BYTES = 1 << 32
 _LONGEST_FOLDER = 40
 """Letters: Ray makes sockets in it, whose paths may have 107."""
 
+_UNTOLD = {
+    "enable_metrics_collection": False,
+    "event_stats": False,
+    "task_events_report_interval_ms": 0,
+    "debug_dump_period_milliseconds": 0,
+}
+"""Of this run's own Ray nobody asks for figures and events, which it would gather all the time."""
+
 RUN = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 """Runs a script without its folder among those of modules."""
 
@@ -87,6 +95,7 @@ class LocalRay:
             "_system_config": {
                 "worker_niceness": 0,  # as a rank's own workers have it; Ray's is 15
                 "prestart_worker_first_driver": False,  # else a process for each processor, whoever needs it
+                **_UNTOLD,
             },
             "object_store_memory": min(_STORE_BYTES, memory // 8),
             "_temp_dir": str(folder / _OWN_FOLDER),

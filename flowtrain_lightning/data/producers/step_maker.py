@@ -16,6 +16,7 @@ import torch
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.loading.dataset import StepDataset
+from flowtrain_lightning.data.loading.freed_memory import keep_freed_memory
 from flowtrain_lightning.data.loading.workers import PackedParts
 
 _DECISIVE = (
@@ -126,6 +127,7 @@ class StepMaker:
                 "cluster must have the same folders."
             ) from error
         torch.set_num_threads(1)
+        keep_freed_memory()
         steps: StepDataset = pickle.loads(self._origin.steps)
         return steps
 

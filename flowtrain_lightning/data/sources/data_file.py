@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
 from flowtrain_lightning.data.data_error import DataError
-from flowtrain_lightning.data.data_path import in_this_process, is_local
+from flowtrain_lightning.data.data_path import WHOLE_FILES, in_this_process, is_local, part_of
 from flowtrain_lightning.data.fingerprint import file_fingerprint
 from flowtrain_lightning.data.records.columns import Columns
 
@@ -52,13 +53,13 @@ class DataFile:
             DataError: there is no such file.
         """
         try:
-            if not self.path.is_file():
-                raise DataError(f"{self.path}: {self._missing()}")
-            found = self.path.stat()
-        except DataError:
-            raise
+            found = self.path.stat()  # whether it is a file its server would be asked by beginning to read it
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DataError(f"{self.path}: {self._missing()}") from error
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path}: it cannot be opened ({error}).") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{self.path}: {self._missing()}")
         return [found.st_size, getattr(found, "st_mtime_ns", 0)]
 
     def content(self) -> str:
@@ -83,6 +84,8 @@ class DataFile:
             raise DataError(f"{self.path}: it cannot be opened ({error}).") from error
         if is_local(self.path):  # elsewhere asking would take as long as reading
             self._refuse_changed(os.fstat(file.fileno()))
+        else:
+            self._refuse_whole_files(file)
         return file
 
     def read(self, offset: int, length: int) -> bytes:
@@ -91,12 +94,16 @@ class DataFile:
         Raises:
             DataError: the file was removed or changed, or is shorter.
         """
+        path = self.path
         try:
-            with self.open() as file:
-                file.seek(offset)
-                content = file.read(length)
+            if is_local(path):
+                with self.open() as file:
+                    file.seek(offset)
+                    content = file.read(length)
+            else:
+                content = part_of(path, offset, length)
         except OSError as error:
-            raise DataError(f"{self.path}: it cannot be read ({error}).") from error
+            raise DataError(f"{path}: it cannot be read ({error}).") from error
         if len(content) < length:
             raise DataError(f"{self.path}: it is shorter than when it was indexed; start again to index it anew.")
         return content
@@ -113,6 +120,13 @@ class DataFile:
             f"{self.path}: it was {how} after the run began to read it ({self._status[0]} bytes then, {found.st_size} "
             "now), so its records are not those that were planned. Start again to index it anew."
         )
+
+    def _refuse_whole_files(self, file: BinaryIO) -> None:
+        try:
+            file.seek(1)
+            file.seek(0)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path}: it cannot be read ({WHOLE_FILES}).") from error
 
     def _missing(self) -> str:
         if self.path.is_dir():

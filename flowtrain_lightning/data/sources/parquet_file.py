@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.records.columns import Columns
 from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
@@ -28,21 +30,19 @@ class ParquetFile(DataFile):
     """A Parquet file. A location is a row group and the row in it.
 
     A group is read from its beginning up to the record (`RowPieces`), so a file that is read in shuffled order should
-    have small ones. Paths of images are relative to the file's folder.
+    have small ones. Paths of images are relative to the file's folder. What the file says of its groups is read when it
+    is first needed: not by ranks that have sizes from the index, and records from the reader of their node.
 
     Raises:
-        DataError: there is no such file, it is no Parquet file, or pyarrow is not installed.
+        DataError: there is no such file, or pyarrow is not installed; when it is read, it is no Parquet file.
     """
 
     def __init__(self, path: Path, ignored: Collection[str] = (), columns: Columns | None = None) -> None:
         super().__init__(path, ignored, columns)
-        with self.open() as file, _explained(path):
-            self._metadata: Any = _parquet().ParquetFile(file).metadata
-            groups = range(self._metadata.num_row_groups)
-            if self._metadata.num_rows != sum(self._metadata.row_group(group).num_rows for group in groups):
-                raise ValueError("its row groups have other rows than it says")
-        self._warn_of_large_groups()
-        self._rows = RowPieces(self.open, self._metadata)
+        _parquet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rows"}  # each process has its own
 
     @property
     def name(self) -> str:
@@ -67,7 +67,8 @@ class ParquetFile(DataFile):
         Raises:
             DataError: the file was changed, or a record cannot be understood.
         """
-        self.open().close()  # which refuses a file that has changed, whatever is kept of it
+        if is_local(self.path):
+            self.open().close()  # which refuses a file that has changed, whatever is kept of it
         found = []
         for number, (group, row) in enumerate(locations.tolist(), first):
             with _explained(self.path):
@@ -75,9 +76,21 @@ class ParquetFile(DataFile):
             found.append(parse(fields, self.path, number, self.path.parent.joinpath, self.ignored, self.columns))
         return found
 
-    def _warn_of_large_groups(self) -> None:
-        groups = range(self._metadata.num_row_groups)
-        largest = max((self._metadata.row_group(group).total_byte_size for group in groups), default=0)
+    @cached_property
+    def _metadata(self) -> Any:
+        with self.open() as file, _explained(self.path):
+            found = _parquet().ParquetFile(file).metadata
+            groups = [found.row_group(group) for group in range(found.num_row_groups)]
+            if found.num_rows != sum(group.num_rows for group in groups):
+                raise ValueError("its row groups have other rows than it says")
+        self._warn_of_large_groups(max((group.total_byte_size for group in groups), default=0))
+        return found
+
+    @cached_property
+    def _rows(self) -> RowPieces:
+        return RowPieces(self.open, self._metadata)
+
+    def _warn_of_large_groups(self, largest: int) -> None:
         if largest > LARGE_GROUP:
             rank_zero_warn(
                 f"{self.path} has row groups of up to {largest / 2**20:,.0f} MiB. A record is found by reading its "

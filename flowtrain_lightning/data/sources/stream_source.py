@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from flowtrain_lightning.data.media.media_status import status_of
 from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.index import IndexConfig
 from flowtrain_lightning.data.sources.measuring import Measure, concatenated, measure_records
+from flowtrain_lightning.data.sources.slow_reading import named_if_slow
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
@@ -31,14 +30,7 @@ _READ_AT_ONCE = 64
 BYTES_AT_ONCE = 1 << 26
 """Of media that lie in the rows; the row that makes them more is the last that is read."""
 
-
-SLOW_SECONDS = 60.0
-"""After which a row that has not come is named."""
-
-_SLOW = "%s has not given its row %d within %.3g s. Its source is slow, or hangs."
 _END = object()
-
-_log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
 
 
 class _Held(NamedTuple):
@@ -217,17 +209,13 @@ class StreamSource(SampleStream):
         Raises:
             DataError: the stream cannot give it.
         """
-        slow = threading.Timer(SLOW_SECONDS, _log.warning, [_SLOW, self.name, number + 1, SLOW_SECONDS])
-        slow.daemon = True
-        slow.start()
         try:
-            return next(self._rows, _END)
+            with named_if_slow(lambda: f"{self.name} has not given its row {number + 1}"):
+                return next(self._rows, _END)
         except DataError:
             raise
         except Exception as error:
             raise DataError(f"{self.name}: its row {number + 1} cannot be read: {error!r}") from error
-        finally:
-            slow.cancel()
 
     def _parsed(self, row: Any, number: int) -> Record:
         fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row

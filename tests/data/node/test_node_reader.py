@@ -5,13 +5,13 @@ import re
 import psutil
 import pytest
 
+from benchmarks.web import served
 from flowtrain_lightning.data import DataError, RankShard
 from tests.data.node_ranks import Rows, all_steps, count_bytes, counted_bytes, loaded_by_ranks
 from tests.data.ray_runs import are_equal, epoch_of
 from tests.data.sources.test_resuming import Lines
 from tests.data.sources.test_stores import as_parquet, as_tar
 from tests.data.support import TOKEN_STEPS, data_module, message_record, read, write_set
-from tests.data.web import served
 
 ROWS = [message_record(number, "ask", "a" * (1 + number % 9), []) for number in range(150)]
 MANY = pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_records_are_read_once_for_all_ranks_of_a_node(tmp_path, monkeypatch, fo
     data_module(given, global_batch_size=8).setup("fit")  # which measures it
     count_bytes(monkeypatch, counted)
     data_module(given, global_batch_size=8).setup("fit")
-    to_open = counted_bytes(counted)
+    assert counted_bytes(counted) == 0, "its index says all that planning needs"
     alone(given, 1, 0, global_batch_size=8)
     of_one_rank = counted_bytes(counted)
     found = loaded_by_ranks(
@@ -43,10 +43,33 @@ def test_records_are_read_once_for_all_ranks_of_a_node(tmp_path, monkeypatch, fo
         lambda data, rank: all_steps(data.train_dataloader()),
     )
     of_all = counted_bytes(counted)
-    assert of_one_rank > 0
-    assert of_all - ranks * to_open == of_one_rank - to_open
+    assert 0 < of_all == of_one_rank
     for rank, theirs in enumerate(found):
         assert are_equal(alone(given, ranks, rank, global_batch_size=8), theirs)
+
+
+@MANY
+@pytest.mark.parametrize("form", [lambda file: file, as_tar, as_parquet], ids=["json", "tar", "parquet"])
+def test_as_many_bytes_of_an_address_are_read_for_many_ranks_as_for_one(tmp_path, form, ranks):
+    file, sent = form(write_set(tmp_path / "d.jsonl", 40)), []
+    with served(tmp_path, sent) as address:
+        given = f"{address}/{file.name}"
+        data_module(given, global_batch_size=8).setup("fit")  # which measures it
+        of_some = []
+        for readers in (1, ranks):
+            sent.clear()
+            found = loaded_by_ranks(
+                tmp_path / f"of {readers}",
+                readers,
+                lambda: data_module(given, global_batch_size=8),
+                lambda data, rank: all_steps(data.train_dataloader()),
+            )
+            of_some.append(sum(sent))
+        for rank, theirs in enumerate(found):
+            assert are_equal(alone(given, ranks, rank, global_batch_size=8), theirs)
+    assert of_some[0] == of_some[1]
+    if form is as_tar:  # of Parquet groups are read from their beginning, and JSON names pictures beside it
+        assert of_some[0] <= 2 * file.stat().st_size, "in two epochs, each record alone"
 
 
 @MANY

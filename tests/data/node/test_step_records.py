@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from flowtrain_lightning.data import Record
 from flowtrain_lightning.data.media.media_files import EncodedMedia
 from flowtrain_lightning.data.node import step_records as room
 from flowtrain_lightning.data.node.step_records import StepRecords
+from flowtrain_lightning.data.sources import slow_reading
 
 PICTURE = b"0123456789"
 
@@ -36,6 +38,9 @@ class Counted:
 
     def sizes(self, samples: np.ndarray[Any, Any]) -> Any:
         raise AssertionError("nobody asks for sizes here")
+
+    def where(self, sample: int) -> str:
+        return f"sample {sample}"
 
     def record(self, sample: int) -> Record:
         self.counts[sample] += 1
@@ -79,3 +84,18 @@ def test_what_is_let_go_of_while_somebody_reads_still_comes_to_him(monkeypatch: 
         asked(records, 1, {4: 2, 5: 2}, [4])  # more than may be kept
         source.may_go_on.set()
         assert waiting.result(20) == ["3", "9"]
+
+
+def test_a_record_that_takes_long_to_read_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(slow_reading, "SLOW_SECONDS", 0.01)
+    source = Counted(slow=4)
+    records = StepRecords(source, together=True)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(asked, records, 0, {3: 1, 4: 1}, [3, 4])
+        assert source.begun.wait(20)
+        deadline = time.monotonic() + 20
+        while not caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        source.may_go_on.set()
+        assert waiting.result(20) == ["3", "4"]
+    assert "sample 4 has not been read within 0.01 s. Its source is slow, or hangs." in caplog.text

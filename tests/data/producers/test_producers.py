@@ -1,7 +1,9 @@
 """Producers of Ray: they make the steps that local loading makes, lose none when they die, and leave nothing behind."""
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -101,3 +103,20 @@ def test_records_that_kill_each_producer_are_named(file):
         pytest.raises(DataError, match=r"could not make step 0 of epoch 0 \(.*d\.jsonl, record \d+"),
     ):
         read(loader)
+
+
+def never_made(*_):
+    time.sleep(1e6)
+
+
+@pytest.mark.full
+def test_a_step_that_takes_too_long_is_named_with_its_records_and_ends_the_run(file, monkeypatch, caplog):
+    monkeypatch.setattr(producers, "_SLOW_SECONDS", 2.0)
+    monkeypatch.setattr(producers, "_LONGEST_SECONDS", 20.0)
+    step = r"Producers have not made step 0 of epoch 0 \(.*d\.jsonl, record \d+; .*\) within {} s\."
+    with (
+        produced(file, num_workers=1, augment=never_made) as (loader, _),
+        pytest.raises(DataError, match=step.format(r"2\d") + r".*The run ends here; leave slow records out"),
+    ):
+        read(loader)
+    assert re.search(step.format("2"), caplog.text)

@@ -35,7 +35,7 @@ def address(monkeypatch):
         yield found
 
 
-def test_a_full_store_loses_no_step(tmp_path, address):
+def test_a_full_store_loses_no_step_and_the_rank_holds_few_of_them(tmp_path, address):
     """Steps of 10 MB, of which twelve are ahead."""
     images = [write_image(tmp_path / f"images/{number}.png", 1024, 1600, number) for number in range(6)]
     records = [message_record(number, "ask", "answer", [images[number % 6]]) for number in range(32)]
@@ -45,8 +45,12 @@ def test_a_full_store_loses_no_step(tmp_path, address):
     with produced(file, num_workers=6, **LARGE) as (loader, _):
         steps = iter(loader)
         first = next(steps)
-        assert sum(media.pixels.nbytes for media in first.media["encoder"] if media is not None) > 8_000_000
+        step_bytes = sum(media.pixels.nbytes for media in first.media["encoder"] if media is not None)
+        assert step_bytes > 8_000_000
+        own = psutil.Process()
+        before = own.memory_info().rss
         time.sleep(15)  # the others are made meanwhile
+        assert own.memory_info().rss - before < 3 * step_bytes
         assert are_equal(local.train_dataloader(), [first, *steps])
 
 

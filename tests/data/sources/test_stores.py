@@ -4,6 +4,7 @@ import base64
 import importlib
 import io
 import json
+import pickle
 import sys
 import tarfile
 import warnings
@@ -16,6 +17,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from benchmarks.web import served
 from flowtrain_lightning.data import DataError, HubDataset, JsonFile, Mixture, ParquetFile, TarShard
 from flowtrain_lightning.data.media.media_files import EncodedMedia
 from flowtrain_lightning.data.sources.naming import mixture_of, open_stores
@@ -211,14 +213,29 @@ def test_an_image_may_stand_in_the_record_itself(tmp_path):
     assert record.images[0].content == b"content"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_that_was_read_may_be_sent_to_another_process(file, kind):
+    (store,) = open_stores(FORMS[kind](file))
+    locations = locations_of(store)
+    assert store.records(3, locations[3:4])[0].id == "r3"
+    assert pickle.loads(pickle.dumps(store)).records(3, locations[3:4])[0].id == "r3"
+
+
+def test_a_server_that_gives_no_parts_of_files_is_named(file):
+    with served(file.parent, gives_parts=False) as address:
+        (store,) = open_stores(f"{address}/{file.name}")
+        with pytest.raises(DataError, match=r"d\.jsonl: it cannot be read \(its server gives whole files only"):
+            store.records(3, locations_of(store)[3:4])
+
+
 def test_parquet_of_large_row_groups_is_said_to_be_slow(file, monkeypatch):
     path = as_parquet(file)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ParquetFile(path)
+        locations_of(ParquetFile(path))
     monkeypatch.setattr("flowtrain_lightning.data.sources.parquet_file.LARGE_GROUP", 10)
     with pytest.warns(UserWarning, match=r"row groups of up to .* MiB.*row_group_size=100.*datasets\.load_dataset"):
-        ParquetFile(path)
+        locations_of(ParquetFile(path))
 
 
 def test_a_data_set_that_was_saved_is_given_by_its_folder(file, tmp_path):
@@ -251,7 +268,7 @@ def refused(tmp_path):
     write_set(tmp_path / "whole.jsonl", 6)
     whole = as_tar(tmp_path / "whole.jsonl").read_bytes()
     (tmp_path / "cut.tar").write_bytes(whole[:5000])
-    yield lambda: ParquetFile(tmp_path / "a.parquet"), r"a\.parquet: it is no Parquet file"
+    yield lambda: locations_of(ParquetFile(tmp_path / "a.parquet")), r"a\.parquet: it is no Parquet file"
     yield (
         lambda: locations_of(TarShard(tmp_path / "a.tar")),
         r"a\.tar: it is no tar file .*unpack a compressed one first",

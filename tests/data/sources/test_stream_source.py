@@ -5,7 +5,7 @@ import time
 import pytest
 
 from flowtrain_lightning.data import DataError, IndexConfig, TokenSteps
-from flowtrain_lightning.data.sources import opening, stream_source
+from flowtrain_lightning.data.sources import opening, slow_reading, stream_source
 from flowtrain_lightning.data.sources.stream_of_samples import StreamPosition
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from tests.data.sources.test_resuming import Lines
@@ -93,7 +93,7 @@ class Failing(Lines):
 
 
 def test_a_stream_that_is_slow_or_fails_is_named_with_the_row(monkeypatch, caplog):
-    monkeypatch.setattr(stream_source, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(slow_reading, "SLOW_SECONDS", 0.01)
     source = StreamSource(Failing(ROWS), MEASURE, 64, IndexConfig())
     source.begin(0, StreamPosition())
     with pytest.raises(DataError, match=r"stream Failing: its row 4 cannot be read: OSError\('the bucket is gone'\)"):
