@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class StageStep:
         Raises:
             ValueError: blocks do not give one row for each token.
         """
-        found = self._run(batch, features, stage, chunk)
+        with nullcontext() if self._forward.late is None else self._forward.late.for_later():
+            found = self._run(batch, features, stage, chunk)
         if self.ends_in(chunk):
             return found
         tokens = len(batch.tokens) if self._exchange is None else self._exchange.own_tokens

@@ -57,7 +57,7 @@ LONG += [
     Case("colocated 3", {"backbone": {**SPLIT, "pipeline": 3}}, "32-true", {"encoder_activations": 1}, data=CUT),
     Case("1+4", {"backbone": {**SPLIT, "context": 2}}, clip=0.2, kind="divided", data=CUT),
     Case("1+2", {"backbone": V}, clip=0.2, data=CUT),
-    Case("2+3", {"backbone": {**V, "pipeline": 3, "recompute": "selective"}}, "32-true", kind="six divided blocks"),
+    Case("2+3", {"backbone": {**V, "pipeline": 3, "recompute": "selective"}}, clip=0.2, kind="six divided blocks"),
     Case("1+4", {"backbone": V}, "32-true", {"encoder_activations": 0}, data=CUT),
     Case("1+2", {"backbone": V}, freeze=True),
 ]

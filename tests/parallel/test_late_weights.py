@@ -37,7 +37,8 @@ def test_they_are_those_of_a_whole_backward(again):
     whole, parts, given, taken = Layers().double(), Layers(again).double(), rows(), rows()
     whole(given).backward()
     (late := LateWeights()).attach(parts)
-    loss = parts(taken)
+    with late.for_later():
+        loss = parts(taken)
     with late.left_in(left := []):
         loss.backward()
     assert torch.equal(taken.grad, given.grad), "they wait for no weight"
@@ -50,7 +51,7 @@ def test_they_are_those_of_a_whole_backward(again):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_a_backward_that_leaves_nothing_makes_all():
+def test_a_forward_of_which_nothing_is_left_is_as_before():
     whole, parts = Layers().double(), Layers().double()
     whole(rows()).backward()
     LateWeights().attach(parts)
@@ -64,7 +65,8 @@ def test_hooks_of_a_weight_see_its_gradient_once():
     layers.first.weight.register_hook(lambda gradient: seen.append("made"))
     layers.first.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
     (late := LateWeights()).attach(layers)
-    loss = layers(rows().float())
+    with late.for_later():
+        loss = layers(rows().float())
     with late.left_in(left := []):
         loss.backward()
     assert not seen
@@ -76,7 +78,8 @@ def test_weights_that_are_frozen_leave_nothing():
     layers = Layers()
     layers.last.requires_grad_(False)
     (late := LateWeights()).attach(layers)
-    loss = layers(rows().float())
+    with late.for_later():
+        loss = layers(rows().float())
     with late.left_in(left := []):
         loss.backward()
     assert {id(each.weight) for each in left} == {id(layers.first.weight)}
@@ -87,7 +90,7 @@ def test_autocast_computes_in_its_type_and_gradients_have_that_of_the_weight():
     (late := LateWeights()).attach(parts)
     losses = []
     for layers in (whole, parts):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16), late.for_later():
             losses.append(layers(rows().float()))
     losses[0].backward()
     with late.left_in(left := []):
@@ -97,3 +100,14 @@ def test_autocast_computes_in_its_type_and_gradients_have_that_of_the_weight():
     for found, wanted in zip(parts.parameters(), whole.parameters(), strict=True):
         assert found.grad.dtype == torch.float32
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0.05, atol=0.05)
+
+
+def test_a_layer_of_which_no_input_wants_a_gradient_makes_its_own_at_once():
+    layers = Layers()
+    (late := LateWeights()).attach(layers)
+    with late.for_later():
+        loss = layers.last(rows().float().detach()).sum()
+    with late.left_in(left := []):
+        loss.backward()
+    assert not left
+    assert layers.last.weight.grad is not None

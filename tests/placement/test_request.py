@@ -352,3 +352,38 @@ def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, hal
 )
 def test_a_backbone_in_stages_runs(allocation):
     assert why_it_cannot_run(allocation) is None
+
+
+@pytest.mark.parametrize(
+    ("allocation", "told"),
+    [
+        (
+            planned("separate", encoder=1, backbone=Layout(2, pipeline=2, schedule="zb-h1", shard="fsdp")),
+            "the schedule zb-h1 makes gradients of weights later",
+        ),
+        (
+            planned("separate", encoder=1, backbone=Layout(1, tensor=2, pipeline=2, schedule="zb-v")),
+            "the schedule zb-v makes gradients of weights later",
+        ),
+        (
+            replace(mixed(4, Layout(2, pipeline=2, schedule="zb-v")), placement="colocated"),
+            "several runs of layers in a stage",
+        ),
+    ],
+    ids=["shards", "tensor", "colocated"],
+)
+def test_stages_that_split_backwards_take_whole_copies_and_a_v_ranks_of_its_own(allocation, told):
+    assert told in (why_it_cannot_run(allocation) or "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ({"schedule": "zb-h1"}, "but pipeline 1: it is an order of stages"),
+        ({"pipeline": 2, "virtual": 2, "schedule": "zb-v"}, "are interleaved in 1F1B only"),
+        ({"pipeline": 2, "schedule": "gpipe"}, "cannot have the schedule 'gpipe'"),
+    ],
+)
+def test_schedules_that_are_no_order_of_such_stages_are_refused(layout, told):
+    with pytest.raises(AllocationError, match=told):
+        Layout(1, **layout)

@@ -22,7 +22,7 @@ class LateBloomer(FlowReplan):
     """A callback of the user's that derives from one."""
 
 
-def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, **degrees: int) -> str:
+def refused(module: L.LightningModule, callbacks: list[Any] | None = None, data: Any = None, **degrees: Any) -> str:
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False)
     trainer.datamodule = data
     refuse_beside_stages({**STAGES, "backbone": Layout(2)}, module, trainer)  # all of it goes with a whole backbone
@@ -77,8 +77,9 @@ def test_compiled_layers_are(module):
     assert "compile='blocks' was given" in refused(module)
 
 
-def test_predictions_in_virtual_stages_are(module):
-    assert "virtual 2, and predictions go through each stage once" in refused(module, [EvaluateAnswers()], virtual=2)
+@pytest.mark.parametrize("runs", [{"virtual": 2}, {"schedule": "zb-v"}])
+def test_predictions_in_stages_of_several_runs_are(module, runs):
+    assert "2 runs of layers in each stage, and predictions" in refused(module, [EvaluateAnswers()], **runs)
 
 
 def test_a_models_own_checkpointing_is_beside_tensor_ranks_alone(module):

@@ -32,20 +32,30 @@ class LateWeight(NamedTuple):
 
 
 class LateWeights:
-    """The linear layers of one stage, which make their weights' gradients at once, or leave them for later.
+    """The linear layers of one stage, which leave the gradients of their weights for later.
 
     Attributes:
-        left: by the backward that runs; None: it makes all of them.
+        left: by the backward that runs; None: none does.
     """
 
     def __init__(self) -> None:
         self.left: list[LateWeight] | None = None
+        self._in_forward = False
 
     def attach(self, module: nn.Module) -> None:
         """Takes over the linear layers that are in a module, and no others that compute in their own way."""
         for part in module.modules():
             if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in vars(part):
                 part.forward = partial(self._linear, part)  # type: ignore[method-assign]
+
+    @contextmanager
+    def for_later(self) -> Iterator[None]:
+        """Inside, a forward runs whose backward will run in `left_in`."""
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
 
     @contextmanager
     def left_in(self, left: list[LateWeight]) -> Iterator[None]:
@@ -66,40 +76,41 @@ class LateWeights:
 
     def _linear(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
-        if not (torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)):
+        leaves = self._in_forward and inputs.requires_grad and weight.requires_grad and torch.is_grad_enabled()
+        if not leaves or not isinstance(weight, nn.Parameter):
             return functional.linear(inputs, weight, bias)
         # Autocast stops at a function of one's own, and would not know of the gradients of what it casts inside.
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind) and inputs.dtype != torch.float64:
             inputs = inputs.to(torch.get_autocast_dtype(kind))
-        found: Tensor = _Linear.apply(self, inputs, weight, bias)  # type: ignore[no-untyped-call]
+        found: Tensor = _Linear.apply(self, (weight,), inputs, bias)  # type: ignore[no-untyped-call]
         return found
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer, whose weight's gradient may be left for later."""
+    """A linear layer whose weight's gradient is left for later."""
 
     @staticmethod
-    def forward(ctx: Any, late: LateWeights, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def forward(
+        ctx: Any, late: LateWeights, held: tuple[nn.Parameter], inputs: Tensor, bias: nn.Parameter | None
+    ) -> Tensor:
+        # The weight comes in a tuple, or its hooks would be told of a gradient that is not there yet. It is no saved
+        # tensor, since of layers that are computed again these are copies.
+        (ctx.weight,) = held
         ctx.late, ctx.bias_type = late, None if bias is None else bias.dtype
-        ctx.weight = weight  # what is saved may come back as a copy, which leads to no weight: of layers computed again
         ctx.save_for_backward(inputs)
         kind = inputs.dtype
         with torch.autocast(inputs.device.type, enabled=False):
-            return functional.linear(inputs, weight.to(kind), None if bias is None else bias.to(kind))
+            return functional.linear(inputs, ctx.weight.to(kind), None if bias is None else bias.to(kind))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-        (inputs,), weight = ctx.saved_tensors, ctx.weight
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        given = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
+        (inputs,), rows = ctx.saved_tensors, gradient.reshape(-1, gradient.shape[-1])
+        assert ctx.late.left is not None, "the backward of such a forward runs in left_in"
+        ctx.late.left.append(LateWeight(ctx.weight, inputs.reshape(-1, inputs.shape[-1]), rows))
         of_bias = rows.sum(0).to(ctx.bias_type) if ctx.needs_input_grad[3] else None
-        each = LateWeight(weight, inputs.reshape(-1, inputs.shape[-1]), rows)
-        if ctx.late.left is None:
-            return None, given, _gradient(each), of_bias
-        ctx.late.left.append(each)
-        return None, given, None, of_bias
+        return None, None, gradient @ ctx.weight.to(gradient.dtype), of_bias
 
 
 class _Late(torch.autograd.Function):
@@ -113,8 +124,5 @@ class _Late(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        return _gradient(LateWeight(*ctx.saved_tensors)), None, None
-
-
-def _gradient(left: LateWeight) -> Tensor:
-    return (left.gradients.t() @ left.inputs).to(left.weight.dtype)
+        weight, inputs, gradients = ctx.saved_tensors
+        return (gradients.t() @ inputs).to(weight.dtype), None, None
