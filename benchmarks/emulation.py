@@ -111,12 +111,13 @@ class _Encode(torch.autograd.Function):
         ctx: Any, weight: Tensor, media: PackedMedia, width: int, costs: LayoutCosts, clock: Clock, start: float
     ) -> Tensor:
         with clock.emulating():
-            forward, ctx.seconds = costs.batch(ENCODER, lengths_of(media.cu_seqlens))
+            passes = costs.batch(ENCODER, lengths_of(media.cu_seqlens))
+            ctx.seconds = passes.backward
             ctx.clock = clock
             ctx.numbers, ctx.rows = numbers_of(media), torch.tensor(media.rows)
             ctx.weight = weight
             features = bear(pattern(ctx.numbers, ctx.rows, 1), width)
-            clock.spend(start, forward)
+            clock.spend(start, passes.forward)
         return features
 
     @staticmethod
@@ -203,7 +204,7 @@ class SleepingVLM(FlowModule):
         start = time.monotonic()
         with self.clock.emulating():
             passes = self.costs.batch(BACKBONE, lengths_of(batch.cu_seqlens))
-        return Spell(self.clock, start, *passes)
+        return Spell(self.clock, start, passes.forward, passes.backward)
 
     def pictures_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """``[media]`` the numbers of a microbatch's pictures, and their rows."""

@@ -304,7 +304,7 @@ class Allocation:
         if self.order not in get_args(Order):
             raise AllocationError(f"There is no order {self.order!r}; choose from {_names(get_args(Order))}.")
         for role, layout in self.layouts.items() if self.order == "searched" else ():
-            if layout.ranks_of_stage > 1 or layout.meets.binds or layout.virtual > 1:
+            if layout.ranks_of_stage > 1 or layout.meets.binds or layout.virtual > 1 or layout.schedule != "1f1b":
                 raise AllocationError(
                     f"The order is 'searched', but the {role} has {layout.describe()}: an order is searched where no "
                     "rank needs another one inside of a pass. Give every role whole copies (shard 'replicate'), the "

@@ -97,7 +97,7 @@ class _Lane(NamedTuple):
     def of(cls, batches: Sequence[TimedBatch], rules: StepRules, role: str, read: Collection[int]) -> _Lane:
         has_backward = {number for number, batch in enumerate(batches) if batch.backward > 0}
         if any(batch.places for batch in batches):
-            order: Iterable[Pass] = sorted(_passes(batches), key=lambda each: _place(batches, each))
+            order: Iterable[Pass] = sorted(_both_passes(batches), key=lambda each: _place(batches, each))
         elif rules.produces(role) and rules.reads(role):
             order = in_order(len(batches), read, rules.in_flight.get(role, len(batches)))
         elif rules.produces(role):
@@ -131,7 +131,7 @@ def _passes(count: int, rules: StepRules, role: str) -> Iterable[Pass]:
     return [(each.kind, each.chunk * positions + each.position) for each in of_stage]
 
 
-def _passes(batches: Sequence[TimedBatch]) -> Iterator[Pass]:
+def _both_passes(batches: Sequence[TimedBatch]) -> Iterator[Pass]:
     for number in range(len(batches)):
         yield "forward", number
         yield "backward", number

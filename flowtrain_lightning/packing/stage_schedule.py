@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 Schedule = Literal["1f1b", "zb-h1", "zb-v"]
 """In which order stages work: with whole backwards (1F1B), or with weights' gradients later (zero bubble).
@@ -14,7 +15,8 @@ stages, so that the first stage has both ends of the model (2405.15362).
 """
 
 
-class StageSchedule(NamedTuple):
+@dataclass(frozen=True)
+class StageSchedule:
     """Stages of a trunk. A chunk is a run of layers that is computed by itself; chunks have numbers, in layer order.
 
     Attributes:

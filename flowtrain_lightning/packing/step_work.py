@@ -111,12 +111,11 @@ def step_work(
     count, names = len(plan.microbatches[0]), chunk_names(trunk, pipeline) or (trunk,)
     readers: dict[BatchOf, list[BatchOf]] = {}
     for entry in plan.entries:
-        read_by = (
+        readers.setdefault(entry.maker, []).extend(
             _in_chunk(each, number, count, pipeline)
             for each in entry.readers
             for number in (range(pipeline.count) if each.role == trunk else (0,))
         )
-        readers.setdefault(entry.maker, []).extend(read_by)
     tokens = plan.lengths(trunk)
     work: dict[str, list[list[TimedBatch]]] = {}
     for stage in range(pipeline.stages):

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain_lightning.packing.play import play
 from flowtrain_lightning.packing.policies.member_orders import member_orders
-from flowtrain_lightning.packing.policies.trunk_order import most_open, trunk_order
+from flowtrain_lightning.packing.policies.trunk_order import trunk_order
 from flowtrain_lightning.packing.segments.searched_order import Limits, ListedOrder, searched_order
 from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
 from flowtrain_lightning.packing.stage_entries import stage_names
@@ -117,7 +117,7 @@ def _chains(plan: StepPlan, members: StepMembers, kept_batches: int) -> tuple[li
     names = _names(members)
     parts = [*members.producers, *names]
     rank_of, first_store = members.searched, dict(zip(parts, _sums(members, parts), strict=True))
-    most = {name: most_open(members, stage) if members.stages > 1 else 1 for stage, name in enumerate(names)}
+    most = {name: max(1, members.stages - stage) for stage, name in enumerate(names)}  # as many as 1F1B keeps
     kept = [most.get(part, kept_batches) for part in parts for _ in range(_count(members, part))]
     again = np.array([part not in most for part in parts for _ in range(_count(members, part))])
     read: dict[BatchOf, set[BatchOf]] = {}
@@ -132,8 +132,8 @@ def _chains(plan: StepPlan, members: StepMembers, kept_batches: int) -> tuple[li
                 if not len(items):
                     continue
                 batch = BatchOf(role, member, number)
-                forward, backward = in_two_passes(plan.costs[role][member][number] / (len(names) if is_trunk else 1))
-                room = 1.0
+                passes = in_two_passes(plan.costs[role][member][number] / (len(names) if is_trunk else 1))
+                forward, backward, room = passes.forward, passes.backward, 1.0
                 if not is_trunk and not kept_batches:
                     backward, room = backward + forward, 0.0
                 segments = tuple(
