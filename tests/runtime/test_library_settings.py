@@ -55,7 +55,7 @@ def test_ranks_that_share_weights_grow_by_little_more_than_their_share(tmp_path:
     for count in (1, blocks):
         job = Job(f"{count} blocks", "tests.runtime.sharded_memory:measure", ranks, {**arguments, "blocks": count})
         grown[count] = read_down(run_jobs(tmp_path, [job])[job.name].check().folder)
-    # What a run takes whatever its weights (code that is read, the pool's segments) is in both and in no difference.
+    # What a run takes whatever its weights (code that is read, the pool's segments) is in both, so in no difference.
     block = side * side * 4
     share = 4 * (blocks - 1) * block // ranks  # weights, gradients, two moments
     for little, much in zip(grown[1], grown[blocks], strict=True):
