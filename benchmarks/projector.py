@@ -224,9 +224,7 @@ def played(microbatches: int) -> float:
         encoding = [
             TimedBatch(TOWER_SECONDS, backward, (BatchOf("backbone", 0, number),)) for number in range(microbatches)
         ]
-        passes = in_two_passes(DECODER_SECONDS)
-        decoding = TimedBatch(passes.forward, passes.backward)
-        work = {"backbone": [[decoding] * microbatches], "encoder": [encoding]}
+        work = {"backbone": [[TimedBatch(*in_two_passes(DECODER_SECONDS)[:2])] * microbatches], "encoder": [encoding]}
         rules = StepRules(
             {"backbone": [(0,)], "encoder": [(1,)]}, [Edge("encoder", "backbone")], {"encoder": 4}, steps_ahead=ahead
         )

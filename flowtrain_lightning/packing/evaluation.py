@@ -164,11 +164,9 @@ def _flow_gap(
                 reading = np.concatenate([owner[batch], *(also[item] for item in batch.tolist() if item in also)])
                 bins = np.unique(step.bin_of[np.searchsorted(step.samples, reading)])
                 readers = tuple(BatchOf(BACKBONE, int(b % settings.ranks), int(b // settings.ranks)) for b in bins)
-                passes = in_two_passes(float(media_cost[batch].sum()))
-                batches.append(TimedBatch(passes.forward, passes.backward, readers))
+                batches.append(TimedBatch(*in_two_passes(float(media_cost[batch].sum()))[:2], readers))
             encoding.append(batches)
-        timed = [[in_two_passes(time) for time in of_rank] for of_rank in grid.T.tolist()]
-        microbatches = [[TimedBatch(each.forward, each.backward) for each in of_rank] for of_rank in timed]
+        microbatches = [[TimedBatch(*in_two_passes(time)[:2]) for time in of_rank] for of_rank in grid.T.tolist()]
         meets = {BACKBONE: Meeting(1, settings.ranks, ("forward", "backward"))}
         step_work = {BACKBONE: microbatches, ENCODER: encoding}
         rules = StepRules.separate(

@@ -26,7 +26,7 @@ def chunk_names(role: str, pipeline: StageSchedule) -> tuple[str, ...]:
     """The names of all runs of layers of a role, in order; of stages with one run each, those of the stages."""
     if pipeline.chunks == 1:
         return stage_names(role, pipeline.stages)
-    return tuple(f"{role} layers {number}" for number in range(pipeline.count))
+    return tuple(f"{role} layers {number}" for number in range(pipeline.runs))
 
 
 def slice_name(role: str, stage: int) -> str:

@@ -30,8 +30,8 @@ class StageSchedule:
     schedule: Schedule = "1f1b"
 
     @property
-    def count(self) -> int:
-        """Of all chunks."""
+    def runs(self) -> int:
+        """How many chunks there are in all."""
         return self.stages * self.chunks
 
     @property
@@ -42,7 +42,7 @@ class StageSchedule:
     @property
     def last(self) -> int:
         """The stage that has the last layers."""
-        return self.stage_of(self.count - 1)
+        return self.stage_of(self.runs - 1)
 
     def number(self, stage: int, chunk: int) -> int:
         """The number of one of a stage's chunks."""

@@ -114,22 +114,22 @@ def step_work(
         readers.setdefault(entry.maker, []).extend(
             _in_chunk(each, number, count, pipeline)
             for each in entry.readers
-            for number in (range(pipeline.count) if each.role == trunk else (0,))
+            for number in (range(pipeline.runs) if each.role == trunk else (0,))
         )
     tokens = plan.lengths(trunk)
     work: dict[str, list[list[TimedBatch]]] = {}
     for stage in range(pipeline.stages):
         of_stage: list[list[TimedBatch]] = [[] for _ in plan.microbatches]
         for number in (pipeline.number(stage, chunk) for chunk in range(pipeline.chunks)):
-            leaves = number + 1 < pipeline.count and pipeline.stage_of(number + 1) != stage
+            leaves = number + 1 < pipeline.runs and pipeline.stage_of(number + 1) != stage
             for member, microbatches in enumerate(plan.microbatches):
                 for position, samples in enumerate(microbatches):
                     batch = BatchOf(trunk, member, position)
                     following = _in_chunk(batch, number + 1, count, pipeline)
-                    read_by = (following,) if number + 1 < pipeline.count else tuple(readers.get(batch, ()))
+                    takers = (following,) if number + 1 < pipeline.runs else tuple(readers.get(batch, ()))
                     timed = _timed(seconds[names[number]], tokens[samples], splits=pipeline.splits)
                     on = on_the_way(tokens[samples]) if leaves and len(samples) else 0.0
-                    of_stage[member].append(replace(timed, readers=read_by, on_the_way=on))
+                    of_stage[member].append(replace(timed, readers=takers, on_the_way=on))
         work[stage_name(trunk, stage) if pipeline.stages > 1 else trunk] = of_stage
     for role in (*plan.graph.producers, *plan.graph.behind):
         work[role] = [
@@ -151,7 +151,7 @@ def step_work(
 
 def _in_chunk(batch: BatchOf, number: int, positions: int, pipeline: StageSchedule) -> BatchOf:
     """A batch of the trunk as that of the stage that has a chunk, and of the chunk; as it is without stages."""
-    if pipeline.stages == 1 or number == pipeline.count:
+    if pipeline.stages == 1 or number == pipeline.runs:
         return batch
     place = number // pipeline.stages * positions + batch.number
     return batch._replace(role=stage_name(batch.role, pipeline.stage_of(number)), number=place)

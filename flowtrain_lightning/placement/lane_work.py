@@ -40,10 +40,8 @@ def lane_work(
     parts = stages or (trunk,)
     chunks = chunk_names(trunk, members.pipeline) or (trunk,)
     reading = {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
-    reading |= {role: allocation.members(role) for role in behind}
-    encoding = {role: allocation.members(role) for role in producers}
     rules = StepRules(
-        encoding | reading if stages else reading | encoding,
+        reading | {role: allocation.members(role) for role in (*behind, *producers)},
         [
             edge._replace(consumer=name)
             for edge in allocation.graph.edges

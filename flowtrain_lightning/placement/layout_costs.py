@@ -148,7 +148,7 @@ class ModelledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
-            reason = why_undividable(self.problems[role], layout.tensor, layout.stages.count, layout.context)
+            reason = why_undividable(self.problems[role], layout.tensor, layout.stages.runs, layout.context)
             if reason is not None:
                 raise AllocationError(reason)
 
@@ -216,7 +216,7 @@ class ModelledLayoutCosts:
         forwards = round(float(microbatches[0] * family.data[0]))
         pipeline = self.allocation.layouts[trunk].stages
         for number, name in enumerate(chunk_names(trunk, pipeline)):
-            parts[name] = stage_of_problem(problem, family, number, pipeline.count, forwards)
+            parts[name] = stage_of_problem(problem, family, number, pipeline.runs, forwards)
         return parts
 
     @cached_property

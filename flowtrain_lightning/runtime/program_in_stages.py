@@ -68,7 +68,7 @@ def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch, chunk: int) ->
     """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
     members, trunk, own = shard.members, shard.members.trunk, shard.stage
     pipeline = members.pipeline
-    stage, stages = pipeline.number(own, chunk), pipeline.count
+    stage, stages = pipeline.number(own, chunk), pipeline.runs
     rows = slices_of(_hidden_rows(plan, shard.own[trunk], batch.number), members.slices)[shard.slice]
     member = shard.own[trunk] * members.slices + shard.slice
     # Each stage is a reader of its own, which gives back a part of the gradients; of its context ranks the first.

@@ -52,8 +52,7 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
     between = tuple(rows_between(plan, members))
-    # A stage that began as soon as it could would keep those behind it from features of the same rank.
-    roles = [*encoding, *roles] if members.stages > 1 else [*roles, *encoding]
+    roles += encoding
     program = StepProgram(
         {role.role: role for role in roles},
         (*_made_rows(plan, made), *between),

@@ -22,8 +22,7 @@ SECONDS = st.floats(0.01, 10.0)
 def simulated(batches, forward, backward, microbatch):
     """Seconds of a step of one encoder rank and one backbone rank, whose batches are all alike."""
     encoding = [TimedBatch(forward, backward, (BatchOf(BACKBONE, 0, number),)) for number in range(batches)]
-    passes = in_two_passes(microbatch)
-    work = {BACKBONE: [[TimedBatch(passes.forward, passes.backward)] * batches], ENCODER: [encoding]}
+    work = {BACKBONE: [[TimedBatch(*in_two_passes(microbatch)[:2])] * batches], ENCODER: [encoding]}
     rules = StepRules.separate(work, [Edge(ENCODER, BACKBONE)], in_flight={ENCODER: ENCODER_BATCHES_IN_FLIGHT})
     return simulate_step(work, rules).makespan
 

@@ -103,7 +103,7 @@ def run(stages: list[tuple[Whole, StageForward]], tokens: Tensor) -> tuple[Tenso
     """The loss, and of each boundary what one stage makes and what the next one takes of it."""
     given, made, taken = None, [], []
     pipeline = stages[0][1].cut.pipeline
-    for number in range(pipeline.count):
+    for number in range(pipeline.runs):
         chunk, (module, forward) = number // len(stages), stages[pipeline.stage_of(number)]
         result = forward(module.backbone.forward, given, tokens, chunk=chunk)
         if not forward.cut.ends_in(chunk):

@@ -59,7 +59,7 @@ class StageCompute(NumbersCompute):
         if "image" in features:
             place = torch.arange(1, len(features["image"]) + 1, dtype=torch.float64)
             hidden = hidden + (features["image"] * place[:, None]).cos().sum(0) * half.weight
-        return (hidden.sum(), ()) if number == self.pipeline.count - 1 else (None, (hidden,))
+        return (hidden.sum(), ()) if number == self.pipeline.runs - 1 else (None, (hidden,))
 
     def backward(self, *args: Any, left: list[Any] | None = None, **how: Any) -> None:
         if left is not None:
@@ -198,7 +198,7 @@ class StagedStep:
     @property
     def gradients(self) -> list[Tensor]:
         """Of the encoder and of each stage, virtual ones counted, summed over their ranks in order."""
-        zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._pipeline.count)
+        zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._pipeline.runs)
         encoder = sum((_gradient(compute.encoder) for compute in self.computes), zero)
         of_trunk = [self.computes[rank] for rank in self._trunk]
         parts = [(number // self._pipeline.stages, self._pipeline.stage_of(number)) for number in numbers]

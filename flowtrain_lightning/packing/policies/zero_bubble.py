@@ -84,7 +84,7 @@ class _Play:
     def _wanted(self, stage: int, *, limited: bool) -> Iterator[Kind]:
         """What a stage does if it can, the first first."""
         forwards, backwards, weights = (sum(self._begun[stage][kind]) for kind in _KINDS)
-        has_room = forwards - weights < self._pipeline.count or not limited
+        has_room = forwards - weights < self._pipeline.runs or not limited
         if self._pipeline.chunks == 1:  # 1F1B, in which a stage is as many microbatches late with weights as its number
             if has_room and forwards - backwards < self._pipeline.stages - stage:
                 yield "forward"
@@ -104,4 +104,4 @@ class _Play:
         if kind == "weights":
             return ("backward", number, position) in self._done
         own = ("forward", number, position) in self._done
-        return own and (number == self._pipeline.count - 1 or ("backward", number + 1, position) in self._done)
+        return own and (number == self._pipeline.runs - 1 or ("backward", number + 1, position) in self._done)

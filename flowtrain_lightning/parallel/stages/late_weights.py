@@ -76,7 +76,8 @@ class LateWeights:
 
     def _linear(self, layer: nn.Linear, inputs: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
-        leaves = self._in_forward and inputs.requires_grad and weight.requires_grad and torch.is_grad_enabled()
+        runs = self._in_forward or self.left is not None  # a backward computes layers again as they were computed
+        leaves = runs and inputs.requires_grad and weight.requires_grad and torch.is_grad_enabled()
         if not leaves or not isinstance(weight, nn.Parameter):
             return functional.linear(inputs, weight, bias)
         # Autocast stops at a function of one's own, and would not know of the gradients of what it casts inside.

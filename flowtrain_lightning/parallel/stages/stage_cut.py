@@ -82,7 +82,7 @@ def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedul
         ValueError: there are fewer blocks than chunks.
     """
     blocks = _blocks(module, role)
-    count, virtual, last = pipeline.count, pipeline.chunks, pipeline.last
+    count, virtual, last = pipeline.runs, pipeline.chunks, pipeline.last
     if len(blocks) < count:
         several = f", with {virtual} runs of layers each" if virtual > 1 else ""
         raise ValueError(

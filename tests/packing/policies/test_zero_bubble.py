@@ -38,7 +38,7 @@ def is_ready(each, stage: int, done, pipeline: StageSchedule) -> bool:
     if kind == "weights":
         return ("backward", number, each.position) in done
     own = ("forward", number, each.position) in done
-    return own and (number == pipeline.count - 1 or (kind, number + 1, each.position) in done)
+    return own and (number == pipeline.runs - 1 or (kind, number + 1, each.position) in done)
 
 
 @given(st.integers(0, 13), st.integers(2, 5), SHAPE)
@@ -67,7 +67,7 @@ def test_no_stage_keeps_more_than_the_first_one_of_1f1b(positions, stages, sched
         for each in order:
             kept += {"forward": 1, "backward": 0, "weights": -1}[each.kind]
             most = max(most, kept)
-        assert most <= pipeline.count
+        assert most <= pipeline.runs
 
 
 @given(st.integers(0, 13), st.integers(2, 5), SHAPE)
