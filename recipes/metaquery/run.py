@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -33,6 +34,9 @@ _QUIET: dict[str, Any] = {
     "enable_checkpointing": False,
     "enable_model_summary": False,
 }
+
+
+_HELD_OUT_FILES = {"others": "other-prompts", "own": "records"}
 
 
 class Drawn(NamedTuple):
@@ -63,10 +67,10 @@ def train(
     Returns:
         What was found, in the first process; None in others.
     """
-    trained_on, held_out = wishes(HELD_OUT)
-    train_file = write_scenes(folder / "train", trained_on, records, seed=1)
-    own = write_scenes(folder / "held-out", held_out, prompts, seed=2)
-    files = {"others": with_other_prompts(own, seed=3), "own": own}
+    _make_data(folder, records, prompts)
+    _, held_out = wishes(HELD_OUT)
+    train_file = folder / "train" / "records.jsonl"
+    files = {name: folder / "held-out" / f"{file}.jsonl" for name, file in _HELD_OUT_FILES.items()}
     L.seed_everything(1, verbose=False)
     strategy: Any = FlowTrainStrategy(placement="colocated") if devices > 1 else "auto"
     trainer = L.Trainer(devices=devices, strategy=strategy, max_steps=steps, default_root_dir=folder, **_QUIET)
@@ -83,6 +87,14 @@ def train(
     asked = [words(held_out[number % len(held_out)]) for number in range(prompts)]
     show(asked, [model.drawn[number] for number in range(prompts)], folder / "drawn.png")
     return Drawn(found["own"], found["others"])
+
+
+@rank_zero_only
+def _make_data(folder: Path, records: int, prompts: int) -> None:
+    """In the first process, before it starts another."""
+    trained_on, held_out = wishes(HELD_OUT)
+    write_scenes(folder / "train", trained_on, records, seed=1)
+    with_other_prompts(write_scenes(folder / "held-out", held_out, prompts, seed=2), seed=3)
 
 
 def show(asked: list[str], drawn: list[Tensor], path: Path, columns: int = 5, limit: int = 20) -> None:

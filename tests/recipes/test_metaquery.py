@@ -40,12 +40,13 @@ def test_other_prompts_are_those_of_other_records(tmp_path: Path) -> None:
     assert np.mean([one == other for one, other in zip(before, after, strict=True)]) < 0.3
 
 
-def test_it_trains_and_draws_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_it_trains_and_draws(tmp_path: Path) -> None:
     run = pytest.importorskip("recipes.metaquery.run", reason="needs diffusers")
-    drawn = run.train(tmp_path, None, records=32, prompts=4, steps=2, devices=2)
+    drawn = run.train(tmp_path, None, records=32, prompts=4, steps=2, devices=1)
     assert 0 <= drawn.own <= 1
     assert Image.open(tmp_path / "drawn.png").size[1] > 0
-    assert (tmp_path / "drawing.ckpt").is_dir()
+    assert (tmp_path / "drawing.ckpt").exists()
 
 
 @pytest.mark.full
@@ -53,7 +54,7 @@ def test_it_trains_and_draws_on_two_processes(tmp_path: Path) -> None:
 def test_it_draws_the_colour_that_is_named(tmp_path: Path) -> None:
     run = pytest.importorskip("recipes.metaquery.run", reason="needs diffusers")
     taught = teach(tmp_path)
-    drawn = run.train(tmp_path, taught, records=run.RECORDS, prompts=run.PROMPTS, steps=run.STEPS)
+    drawn = run.train(tmp_path, taught, records=run.RECORDS, prompts=run.PROMPTS, steps=run.STEPS, devices=1)
     assert drawn.own >= 0.8
     assert drawn.others <= 2 * run.CHANCE
 
