@@ -53,7 +53,7 @@ class Losses(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
-        if trainer.global_step in self._kills:
+        if trainer.is_global_zero and trainer.global_step in self._kills:
             while not (alive := producers_alive()):
                 time.sleep(0.1)
             self._choose.choice(alive).kill()
