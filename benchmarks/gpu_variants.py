@@ -26,7 +26,7 @@ from benchmarks.padded_transformers import train_padded
 from flowtrain_lightning import FlowModule, FlowTrainStrategy
 from flowtrain_lightning.allocator import BACKBONE, ENCODER
 from flowtrain_lightning.allocator.devices import maker_device
-from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.data import Features, RankShard, StepBatch
 from flowtrain_lightning.data.loading.dataloader import StepLoader
 from flowtrain_lightning.data.loading.dataset import StepDataset

@@ -29,7 +29,8 @@ from benchmarks.modules import ROOT
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning import FlowModule
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES
-from flowtrain_lightning.compute.compute import Compute, as_features
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia
 from flowtrain_lightning.models import QwenVLM
 from flowtrain_lightning.parallel import ReplicatedHalf

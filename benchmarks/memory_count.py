@@ -29,7 +29,7 @@ from benchmarks.live_bytes import COMPUTING, EmulatedAutocast, LiveBytes
 from flowtrain_lightning import FlowModule, PackedBatch, PackedMedia
 from flowtrain_lightning.allocator import ENCODER, ROLES, Layout
 from flowtrain_lightning.allocator.role_layout import Recompute
-from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_blocks

@@ -26,6 +26,7 @@ from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, P
 from flowtrain_lightning.allocator.role_problem import PRECISIONS, RoleProblem, role_problems
 from flowtrain_lightning.allocator.workload import Workload, typical_workload
 from flowtrain_lightning.packing.role_graph import BACKBONE, ENCODER, ROLES, Edge, RoleError, RoleGraph, graph_of
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 
 __all__ = [
     "BACKBONE",
@@ -54,6 +55,7 @@ __all__ = [
     "RoleProblem",
     "SearchSpace",
     "Sharding",
+    "StageSchedule",
     "Workload",
     "choose_placement",
     "default_allocation",

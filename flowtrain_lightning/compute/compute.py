@@ -21,7 +21,7 @@ from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
 from flowtrain_lightning.compute.stage_step import StageStep, where_stages_look
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.compute.user_methods import UserMethods
+from flowtrain_lightning.compute.user_methods import UserMethods, described
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.packing.stage_entries import HIDDEN
@@ -35,11 +35,6 @@ _NOTHING = nullcontext()
 _Packed = TypeVar("_Packed", PackedMedia, PackedBatch, PackedTargets)
 
 
-def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
-    """Features as ``merge`` gets them: a tensor, or a tuple where the encoder returned several."""
-    return {modality: tensors[0] if len(tensors) == 1 else tensors}
-
-
 class Compute:
     """Calls the user's methods with the right device, precision, random stream and metrics.
 
@@ -50,6 +45,7 @@ class Compute:
         patch_dims: role behind the trunk -> numbers of a patch of what it generates, once it is known.
         specs: modality -> what a row of features was found to be, for which bytes are reserved; none where nobody
             reserves any.
+        used: roles through which a gradient has gone back on this rank since the step began.
         copies: role -> streams for what comes through the pool: batches that wait at the same time take one each. Roles
             share none: gradients would wait for features that another rank still makes.
 
@@ -80,6 +76,7 @@ class Compute:
         )
         self.patch_dims: dict[str, int] = {}
         self.specs: dict[str, FeatureSpec] = {}
+        self.used: set[str] = set()
         self.copies = {role: [CopyStream(device) for _ in range(_COPY_STREAMS)] for role in engines}
         self._inputs = CopyStream(device)
         self._module = module
@@ -127,7 +124,7 @@ class Compute:
         for feature in features:
             if not isinstance(feature, Tensor):
                 raise TypeError(
-                    f"{self._name}.encode returned {_described(output)}; return a tensor with a row for each backbone "
+                    f"{self._name}.encode returned {described(output)}; return a tensor with a row for each backbone "
                     "token of the media, or a tuple of such tensors."
                 )
             if feature.shape[0] != rows:
@@ -267,7 +264,7 @@ class Compute:
                 found = tuple(several)
             case _:
                 raise TypeError(
-                    f"{self._name}.backbone_step returned {_described(output)}; where a role reads rows of its "
+                    f"{self._name}.backbone_step returned {described(output)}; where a role reads rows of its "
                     "outputs, return three: the summed loss, the number of target tokens, and what `condition` returns."
                 )
         for rows in found:
@@ -287,7 +284,7 @@ class Compute:
                     raise RuntimeError(self._explained(self._trunk, "The loss is on device meta and has no value."))
             case _:
                 raise TypeError(
-                    f"{self._name}.{method} returned {_described(output)}; return a pair: the loss "
+                    f"{self._name}.{method} returned {described(output)}; return a pair: the loss "
                     "summed over the target tokens, a tensor of one element, and the number of these tokens."
                 )
         return loss, tokens
@@ -300,7 +297,7 @@ class Compute:
         *,
         last: bool,
         left: list[LateWeight] | None = None,
-    ) -> None:
+    ) -> bool:
         """Backward of the outputs that have a gradient.
 
         It runs outside autocast, as PyTorch advises: each operation runs in the precision of its forward.
@@ -311,24 +308,31 @@ class Compute:
             gradients: of each; None where it took no part in the loss.
             last: it is the step's last backward through this half on this rank.
             left: takes the gradients of weights that are left for `weights`; None: all are made.
+
+        Returns:
+            Whether any output has a gradient. Else what it brought is zero, and none in one process.
         """
         engine, kind = self._engines[role], self.device.type
         reached: list[Tensor] = []
         given: list[Tensor] = []
-        for output, gradient in zip(outputs, gradients, strict=True):
+        pairs = [*zip(outputs, gradients, strict=True)]
+        has_any = any(gradient is not None and output.requires_grad for output, gradient in pairs)
+        self.used |= {role} if has_any else set()
+        for output, gradient in pairs:
             if gradient is None and engine.in_lockstep:  # other ranks run this backward, too
                 gradient = torch.zeros_like(output)
             if gradient is not None and output.requires_grad:
                 reached.append(output)
                 given.append(gradient)
         if not reached:  # nothing that trains, or leads to it
-            return
+            return has_any
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
         if role in self._keeps_casts:
             self._casts.keep_in_backward(reached)
         late = _NOTHING if left is None or self._stage is None else self._stage.leaving(left)
         with engine.backward(last=last), late, torch.autocast(kind, enabled=False) if is_on else _NOTHING:
             torch.autograd.backward(reached, given)
+        return has_any
 
     def weights(self, role: str, left: list[LateWeight], *, last: bool) -> None:
         """The gradients of weights that a backward has left.
@@ -394,11 +398,3 @@ class Compute:
             f"{absent[0]!r}: {error} Encode with the encoder half alone and do all else with the backbone half; "
             "`halves` says which modules these are."
         )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_described, value))})"
-    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.data import Features
 from flowtrain_lightning.pool import entry_nbytes
 
 
@@ -56,3 +57,8 @@ class FeatureSpec:
 
 FeatureSpecs = Mapping[str, FeatureSpec]
 """Modality -> what a row of its features is."""
+
+
+def as_features(modality: str, tensors: tuple[Tensor, ...]) -> Features:
+    """Features as ``merge`` gets them: a tensor, or a tuple where the encoder returned several."""
+    return {modality: tensors[0] if len(tensors) == 1 else tensors}

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Compute, as_features
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.data import Features, StepBatch
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.batches_behind import generated_items

@@ -34,3 +34,12 @@ class UserMethods(HalvedModule, Protocol):
 
     def logging_refused(self, where: str) -> AbstractContextManager[None]:
         """Inside, ``log`` raises."""
+
+
+def described(value: Any) -> str:
+    """What a method has returned, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(described, value))})"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"

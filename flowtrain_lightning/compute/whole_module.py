@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowtrain_lightning.compute.compute import Compute, as_features
+from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.expert_padding import refuse_padding_beside_balance
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses, WeighedModule
 from flowtrain_lightning.compute.shared_features import SharedFeatures
 from flowtrain_lightning.compute.step_metrics import StepReport

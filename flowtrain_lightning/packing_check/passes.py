@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.data.loading.collate import pack_media

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from flowtrain_lightning.allocator import RoleError, RoleGraph, graph_of
-from flowtrain_lightning.packing.stage_schedule import StageSchedule
+from flowtrain_lightning.allocator import RoleError, RoleGraph, StageSchedule, graph_of
 from flowtrain_lightning.parallel.halves import build_halves, check_halves, drop_absent_roles
 from flowtrain_lightning.parallel.stages.stage_cut import StageCut, cut_half, drop_other_stages
 from flowtrain_lightning.parallel.stages.stage_forward import StageForward

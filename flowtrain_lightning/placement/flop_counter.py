@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
-from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedMedia, PackedTargets
 from flowtrain_lightning.module import FlowModule

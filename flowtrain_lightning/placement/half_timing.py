@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.compute.compute import as_features
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.quiet_lightning import quiet_lightning
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, FlowDataModule, PackedMedia, PackedTargets, StepBatch

@@ -247,11 +247,11 @@ class Executor:
         reached, given = (*outputs.rows,), (*gradients,)
         if outputs.loss is not None:
             reached, given = (*reached, outputs.loss), (*given, outputs.seed)
-        if reached:
-            context.compute.backward(role, reached, given, last=is_last, left=self._left.get(work.batch))
+        left = self._left.get(work.batch)
+        has_any = bool(reached) and context.compute.backward(role, reached, given, last=is_last, left=left)
         context.timeline.stop(start, role, COMPUTE, "backward", self._step.stage, self._step.index, batch.batch.number)
         if self._step.answered and self._parts[role].speaks:
-            yield from self._give_back(role, batch)
+            yield from self._give_back(role, batch, has_any=has_any)
 
     def _weights(self, work: Work) -> None:
         """The gradients of weights that a backward has left."""
@@ -306,8 +306,8 @@ class Executor:
                 start = timeline.start()
         timeline.stop(start, role, COMMUNICATION, "features", step.stage, step.index)
 
-    def _give_back(self, role: str, batch: BatchUnderway) -> Course:
-        """Puts the gradients of the rows that a batch has read."""
+    def _give_back(self, role: str, batch: BatchUnderway, *, has_any: bool) -> Course:
+        """Puts the gradients of the rows that a batch has read; zeros of a backward that has no gradient are none."""
         step, timeline = self._step, self._context.timeline
         start = timeline.start()
         for read in batch.batch.read:
@@ -315,7 +315,9 @@ class Executor:
                 continue
             # No rows stand for no gradient: what took no part in the loss keeps None, as it would in one process.
             leaves = [leaf for leaf in batch.read.tensors(read.modality) if leaf is not None]
-            gradients = [leaf.detach()[:0] if leaf.grad is None else _rows(leaf.grad, read) for leaf in leaves]
+            gradients = [
+                _rows(leaf.grad, read) if has_any and leaf.grad is not None else leaf.detach()[:0] for leaf in leaves
+            ]
             gradients = _summed(self._answers.pop(read.entry, ()), gradients)
             if not read.answers:
                 self._answers[read.entry] = gradients

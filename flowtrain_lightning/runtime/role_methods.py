@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flowtrain_lightning.compute.compute import Compute, as_features
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
 from flowtrain_lightning.packing.stage_entries import HIDDEN

@@ -21,7 +21,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowtrain_lightning.allocator import BACKBONE, ENCODER, ROLES, default_allocation
-from flowtrain_lightning.compute.compute import Compute, as_features
+from flowtrain_lightning.compute.compute import Compute
+from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.step_metrics import StepReport
 from flowtrain_lightning.data import ImageProcessor
 from flowtrain_lightning.models import block_attention, huggingface_vlm

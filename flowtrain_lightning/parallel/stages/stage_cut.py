@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from flowtrain_lightning.packing.stage_schedule import StageSchedule
+from flowtrain_lightning.allocator import StageSchedule
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 

@@ -41,10 +41,10 @@ class Noting:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self.told = file
 
     def __call__(self, image, _):
-        with self._file.open("a") as file:
+        with self.told.open("a") as file:
             file.write(f"{os.uname().nodename}\n")
         return image
 
