@@ -178,22 +178,22 @@ class StepRules:
         edges: which role reads from which; from one stage to the next there is none, since all of them end a step.
         in_flight: role -> batches of a member whose activations may be kept at a time; where it is missing no limit
             holds for a role that is read, and one for others. Of a role that reads and is read, those that may be open.
-        stages: role that is one -> its number.
-        pipeline: all stages, and how they work.
         meets: role -> which of its ranks begin a pass together, each by itself where it is missing. Where any do, ranks
             of several roles have a fixed order, see `taking_turns`.
         producers_first: no role that reads begins before all that it reads is there.
         steps_ahead: later steps that ranks which only produce may have begun; 0 where they train.
+        stages: role that is one -> its number.
+        pipeline: all stages, and how they work.
     """
 
     ranks: Mapping[str, Sequence[tuple[int, ...]]]
     edges: Sequence[Edge]
     in_flight: Mapping[str, int] = field(default_factory=dict)
-    stages: Mapping[str, int] = field(default_factory=dict)
-    pipeline: StageSchedule = ONE_STAGE
     meets: Mapping[str, Meeting] = field(default_factory=dict)
     producers_first: bool = False
     steps_ahead: int = 0
+    stages: Mapping[str, int] = field(default_factory=dict)
+    pipeline: StageSchedule = ONE_STAGE
 
     @classmethod
     def separate(

@@ -268,15 +268,21 @@ class NumbersCompute:
         return (condition[0].sin() * numbers[:, None] * self.generator.weight).sum()
 
     def backward(
-        self, role: str, outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], *, last: bool
-    ) -> None:
+        self,
+        role: str,
+        outputs: tuple[Tensor, ...],
+        gradients: tuple[Tensor | None, ...],
+        *,
+        last: bool,
+        left: list[Any] | None = None,
+    ) -> bool:
         self.gather(role, "backward")
         self.read([gradient for gradient in gradients if gradient is not None and gradient.dim() > 0])
         self.kept -= role == "encoder"
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
-        if not pairs:  # padding
-            return
-        torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+        if pairs:  # no padding
+            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+        return bool(pairs)
 
     def send_gradients(self, role: str) -> None:
         """At its worst: the rank does nothing more until all others have come to the sum."""

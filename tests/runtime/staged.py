@@ -61,10 +61,10 @@ class StageCompute(NumbersCompute):
             hidden = hidden + (features["image"] * place[:, None]).cos().sum(0) * half.weight
         return (hidden.sum(), ()) if number == self.pipeline.runs - 1 else (None, (hidden,))
 
-    def backward(self, *args: Any, left: list[Any] | None = None, **how: Any) -> None:
+    def backward(self, *args: Any, left: list[Any] | None = None, **how: Any) -> bool:
         if left is not None:
             left.append(args)
-        super().backward(*args, **how)
+        return super().backward(*args, **how)
 
     def weights(self, role: str, left: list[Any], *, last: bool) -> None:
         self.gather(role, "weights")
