@@ -63,6 +63,11 @@ CASES: dict[str, dict[str, Any]] = {
     "1+1+2 fsdp generator, frozen backbone": {"layout": "1+1+2 fsdp generator", **FROZEN_BACKBONE},
     "colocated 2 fsdp, frozen tower": {"layout": "colocated 2 fsdp", **FROZEN_TOWER},
     "colocated 2, it only draws, clipped": {"layout": "colocated 2", "clip": 0.2, "module": {"says": False}},
+    "2+2+2 fsdp, it only draws": {"layout": "2+2+2 fsdp", "module": {"says": False}},
+    "2+2+2 fsdp, it only draws, frozen backbone": {
+        "layout": "2+2+2 fsdp",
+        "module": {"says": False, "frozen": ["backbone"]},
+    },
     "1+2+2, it keeps one": {"layout": "1+2+2", "strategy": {"encoder_activations": 1}},
 }
 QUICK = ["auto", "1+2+1", "colocated 2 fsdp, clipped"]
