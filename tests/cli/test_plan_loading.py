@@ -70,4 +70,4 @@ def test_a_step_takes_as_long_as_hosts_decode_and_no_longer(asked, plans):
 def with_cores(asked, cores):
     """The same on devices beside which so many cores decode."""
     device = replace(named_device("h100"), cores=cores)
-    return {role: replace(one, cluster=replace(one.cluster, device=device)) for role, one in asked.items()}
+    return asked.on(replace(asked.cluster, device=device))
