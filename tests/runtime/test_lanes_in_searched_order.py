@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from tests.packing.sizes import make_sizes, sharing_strategy, sizes_strategy
 from tests.runtime.staged import StagedStep, direct_gradients
 from tests.runtime.test_lanes_in_stages import BUDGETS, EVENTS, KEPT, PLACEMENT, RANKS, STAGES, plan_of
@@ -17,7 +18,7 @@ def check(sizes, encoders, backbones, stages, budget, placement, kept, trains, c
     encoders = {"separate": 0, "colocated": stages * backbones, "mixed": stages * backbones + 1}[placement] or encoders
     plan = plan_of(sizes, encoders, backbones, stages, budget)
     how = {"colocated": placement != "separate", "kept_batches": kept, "trains": trains, "searched": costs}
-    step = StagedStep(plan, stages, seed=events, **how)
+    step = StagedStep(plan, StageSchedule(stages), seed=events, **how)
     encoder, *of_stages = direct_gradients(plan, stages)
     for found, wanted in zip(step.gradients, [encoder if trains else 0 * encoder, *of_stages], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)

@@ -39,8 +39,12 @@ _AHEAD = 2
 _RETRIES = 3
 """How often a step is made anew, at most, because its producer died."""
 
-_SLOW_SECONDS = 60.0
-_LONGEST_SECONDS = 1800.0
+SLOW_SECONDS = 60.0
+"""After so long a step that is awaited is named in the log, and again each time."""
+
+LONGEST_SECONDS = 1800.0
+"""After so long it ends the run."""
+
 _NAMED_SAMPLES = 8
 
 _LOST_SECONDS = 5
@@ -151,12 +155,12 @@ class ProducedSteps:
             DataError: it was waited for too long.
         """
         began = time.monotonic()
-        while not client.answers_within(_SLOW_SECONDS):
+        while not client.answers_within(SLOW_SECONDS):
             seconds = time.monotonic() - began
             told = f"Producers have not made {self._named(key)} within {seconds:.0f} s."
             if not self._received:
                 told += " None has made any: see `ray status` for free processors."
-            if seconds >= _LONGEST_SECONDS:
+            if seconds >= LONGEST_SECONDS:
                 self.close()  # whose answers would be taken for others
                 raise DataError(f"{told} The run ends here; leave slow records out, or move their files nearer.")
             _log.warning(told)

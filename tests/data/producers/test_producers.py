@@ -111,8 +111,8 @@ def never_made(*_):
 
 @pytest.mark.full
 def test_a_step_that_takes_too_long_is_named_with_its_records_and_ends_the_run(file, monkeypatch, caplog):
-    monkeypatch.setattr(producers, "_SLOW_SECONDS", 2.0)
-    monkeypatch.setattr(producers, "_LONGEST_SECONDS", 20.0)
+    monkeypatch.setattr(producers, "SLOW_SECONDS", 2.0)
+    monkeypatch.setattr(producers, "LONGEST_SECONDS", 20.0)
     step = r"Producers have not made step 0 of epoch 0 \(.*d\.jsonl, record \d+; .*\) within {} s\."
     with (
         produced(file, num_workers=1, augment=never_made) as (loader, _),
