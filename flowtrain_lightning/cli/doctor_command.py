@@ -52,6 +52,7 @@ OPTIONAL = {
     "universal-pathlib": ("data on remote stores", "data"),
     "av": ("videos", "video"),
     "soundfile": ("audio", "audio"),
+    "diffusers": ("the recipe that draws", "diffusers"),
     "transformers": ("models of Hugging Face", "transformers"),
     "peft": ("LoRA and other adapters", "peft"),
     "numba": ("packing a hundred times faster", "pack"),
