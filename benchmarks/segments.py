@@ -25,18 +25,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks.launch import machine
+from benchmarks.memory_choice import Layer, choices_of, chosen_memory, with_choices
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.packing.play import play
 from flowtrain_lightning.packing.policies.trunk_order import in_order
-from flowtrain_lightning.packing.segments.memory_choice import Layer, choices_of, chosen_memory, with_choices
-from flowtrain_lightning.packing.segments.searched_order import (
+from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
+from flowtrain_lightning.packing.searched.searched_order import (
     Limits,
     ListedOrder,
     by_priority,
     greedy_order,
     searched_order,
 )
-from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
 from flowtrain_lightning.packing.step_graph import BatchOf, StepGraph, Work
 from flowtrain_lightning.packing.step_plan import FloatArray
 
@@ -83,9 +83,9 @@ class Costs(NamedTuple):
     head: float = 0.0
     entry: float = 0.0
 
-    def segment(self, rank: int, *, again: bool) -> Segment:
+    def stage(self, rank: int, *, again: bool) -> TimedStage:
         backward = 2 * self.forward + (self.forward - self.head) * again
-        return Segment(rank, self.forward, backward, max(self.entry, 1.0), rank)
+        return TimedStage(rank, self.forward, backward, max(self.entry, 1.0), rank)
 
 
 class Step(NamedTuple):
@@ -94,11 +94,11 @@ class Step(NamedTuple):
     Attributes:
         graph: of the step.
         keeps: the same with backwards that compute nothing again.
-        layers: ``[works]`` one of each segment's layers, and how many it has.
+        layers: ``[works]`` one of each stage's layers, and how many it has.
     """
 
-    graph: SegmentGraph
-    keeps: SegmentGraph
+    graph: ChainGraph
+    keeps: ChainGraph
     layers: list[tuple[Layer, float]]
 
 
@@ -129,7 +129,7 @@ def segments(images: Sequence[int], ranks: int = RANKS, chunks: int = CHUNKS) ->
         unit: int, role: int, costs: Sequence[Costs], layer: tuple[Layer, float], reads: tuple[int, ...] = ()
     ) -> int:
         for again, own in chains.items():
-            parts = tuple(each.segment(place % ranks, again=again) for place, each in enumerate(costs))
+            parts = tuple(each.stage(place % ranks, again=again) for place, each in enumerate(costs))
             own.append(Chain(unit, role, parts, reads))
         layers.append(layer)
         return len(layers) - 1
@@ -144,8 +144,8 @@ def segments(images: Sequence[int], ranks: int = RANKS, chunks: int = CHUNKS) ->
         costs = [Costs(lm * LM_SECONDS, 0.0, lm * layer.entry)] * (ranks - 1)
         costs.append(Costs(lm * LM_SECONDS + HEAD_SECONDS, HEAD_SECONDS, lm * layer.entry))
         add(unit, 1, costs, (layer, lm), tuple(read))
-    graph = segment_graph(chains[True])
-    return Step(graph, segment_graph(chains[False]), [layers[chain] for chain in graph.chains])
+    graph = chain_graph(chains[True])
+    return Step(graph, chain_graph(chains[False]), [layers[chain] for chain in graph.chains])
 
 
 def one_f_one_b(images: Sequence[int]) -> float:
@@ -166,9 +166,9 @@ def one_f_one_b(images: Sequence[int]) -> float:
             vit = max(0, min(last, VIT_LAYERS) - first)
             head = HEAD_SECONDS if rank == RANKS - 1 else 0.0
             forward = max(vit * vit_seconds(count) + (last - first - vit) * LM_SECONDS + head, 1e-9)
-            parts.append(Costs(forward, head).segment(rank, again=True))
+            parts.append(Costs(forward, head).stage(rank, again=True))
         chains.append(Chain(unit, 0, tuple(parts)))
-    graph = segment_graph(chains)
+    graph = chain_graph(chains)
     number = {(graph.ranks[w], bool(graph.is_backward[w]), graph.units[w]): w for w in range(len(graph))}
     lanes = {
         rank: [[number[rank, kind == "backward", place] for kind, place in in_order(len(images), every, RANKS - rank)]]
@@ -186,7 +186,7 @@ def static_order(step: Step, images: Sequence[int], ranks: int = RANKS, chunks: 
     begins = np.empty(len(mean))
     begins[greedy_order(mean, unlimited(mean)).order] = np.arange(len(mean))
 
-    def place(graph: SegmentGraph, work: int) -> tuple[int, int, int, bool]:
+    def place(graph: ChainGraph, work: int) -> tuple[int, int, int, bool]:
         return int(graph.units[work]), int(graph.roles[work]), int(graph.depths[work]), bool(graph.is_backward[work])
 
     known: dict[tuple[int, int, int, bool], float] = {}
@@ -198,7 +198,7 @@ def static_order(step: Step, images: Sequence[int], ranks: int = RANKS, chunks: 
     return ListedOrder(order, listed.recomputed, listed.takes(step.graph))
 
 
-def unlimited(graph: SegmentGraph) -> Limits:
+def unlimited(graph: ChainGraph) -> Limits:
     return Limits.of(graph, np.full(len(graph.most_room), np.inf))
 
 
@@ -211,11 +211,11 @@ def separate(images: Sequence[int], encoders: int) -> float:
             rank, forward = int(work.argmin()), VIT_LAYERS * vit_seconds(len(part)) * TENSOR
             work[rank] += forward
             read.append(len(chains))
-            chains.append(Chain(unit, 0, (Costs(forward).segment(rank, again=True),)))
+            chains.append(Chain(unit, 0, (Costs(forward).stage(rank, again=True),)))
         forward = (LM_LAYERS * LM_SECONDS + HEAD_SECONDS) * TENSOR / left
         head = HEAD_SECONDS * TENSOR / left
-        chains.append(Chain(unit, 1, (Costs(forward, head).segment(encoders, again=True),), tuple(read)))
-    graph = segment_graph(chains)
+        chains.append(Chain(unit, 1, (Costs(forward, head).stage(encoders, again=True),), tuple(read)))
+    graph = chain_graph(chains)
     return greedy_order(graph, unlimited(graph)).seconds
 
 
@@ -274,7 +274,7 @@ def under_wrong_costs(graphs: int) -> FloatArray:
     return np.array(found)
 
 
-def with_errors(graph: SegmentGraph, random: np.random.Generator) -> SegmentGraph:
+def with_errors(graph: ChainGraph, random: np.random.Generator) -> ChainGraph:
     """The graph with seconds that are off by a tenth, each by its own draw."""
     return replace(graph, seconds=graph.seconds * np.clip(1 + WRONG * random.standard_normal(len(graph)), 0.5, 1.5))
 
@@ -284,7 +284,7 @@ LINES = {
     "static": "segments, the order of mean microbatches",
     "greedy": "segments, greedy order of arrival",
     "searched": "segments, searched order",
-    "memory": "the same, and what to keep chosen for every segment",
+    "memory": "the same, and what to keep chosen for every stage",
     "separate": "separate: 8 to 14 of 16 GPUs encode, the best of these",
     "colocated": "colocated FSDP2, images dealt to all GPUs",
 }

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import named_protocols
-from flowtrain_lightning.data.features.feature_keeping import keeping_of, refusal_of_augmented
+from flowtrain_lightning.data.features.feature_keeping import keeping_of, refuse_augmented
 from flowtrain_lightning.data.features.feature_store import KeepFeatures
 from flowtrain_lightning.data.loading.dataloader import StepLoader
 from flowtrain_lightning.data.loading.dataset import NodeRecords, StepDataset
@@ -177,7 +177,7 @@ class FlowDataModule(StageData):
         ):
             check_setting(owner, name, value, kind)
         if keep_features is not None and augment is not None:
-            raise refusal_of_augmented(owner)
+            refuse_augmented(owner)
         if producers is not None:
             refuse_without_ray()
         given = (("train", train), ("val", val), ("test", test), ("predict", predict))

@@ -111,7 +111,7 @@ def plan_step(
     if not members.local:
         microbatches = _by_source(microbatches, batches, sizes, shared)
     plan = StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
-    return replace(plan, costs=_batch_costs(plan, cost, encoder_cost)) if members.searched else plan
+    return replace(plan, costs=_batch_costs(plan, cost, encoder_cost, role_costs or {})) if members.searched else plan
 
 
 def sync_every_of(members: StepMembers) -> SyncEvery:
@@ -119,10 +119,13 @@ def sync_every_of(members: StepMembers) -> SyncEvery:
     return "microbatch" if members.meeting(members.trunk).passes else "step"
 
 
-def _batch_costs(plan: StepPlan, reading: CostModel, encoding: CostModel | None) -> dict[str, list[list[float]]]:
+def _batch_costs(
+    plan: StepPlan, reading: CostModel, encoding: CostModel | None, role_costs: Mapping[str, CostModel]
+) -> dict[str, list[list[float]]]:
     """Role -> ``[member][number]`` what each batch costs; media what their rows cost the trunk, where nobody knows."""
-    models = dict.fromkeys(plan.batches, encoding or reading) | {plan.graph.trunk: reading}
-    lengths = dict.fromkeys(plan.batches, plan.sizes.media_rows if encoding is None else plan.sizes.media_patches)
+    models = dict.fromkeys(plan.batches, encoding or reading) | {plan.graph.trunk: reading} | dict(role_costs)
+    patches, rows = plan.sizes.media_patches, plan.sizes.media_rows
+    lengths = {role: rows if encoding is None and role not in role_costs else patches for role in plan.batches}
     lengths[plan.graph.trunk] = plan.sizes.tokens
     return {
         role: [[models[role].of_set(lengths[role][batch]) if len(batch) else 0.0 for batch in own] for own in batches]

@@ -9,7 +9,7 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import most_open
-from flowtrain_lightning.packing.segments.order_of_step import in_searched_order, searched_step
+from flowtrain_lightning.packing.searched.order_of_step import in_searched_order, searched_step
 from flowtrain_lightning.packing.stage_entries import chunk_names, stage_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers

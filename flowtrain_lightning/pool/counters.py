@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Any
 
 WAIT_LIMITS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1, 1.0)
 """Seconds: the upper bounds of the buckets into which waits are counted."""
@@ -68,12 +67,32 @@ class PoolTally:
     wait_seconds: float = 0.0
     wait_histogram: list[int] = field(default_factory=lambda: [0] * (len(WAIT_LIMITS) + 1))
 
+    def put(self, nbytes: int) -> None:
+        """Count an entry of so many bytes."""
+        self.entries += 1
+        self.bytes += nbytes
+
     def waited(self, seconds: float) -> None:
         """Count a wait of so many seconds."""
         self.wait_seconds += seconds
         self.wait_histogram[bisect_right(WAIT_LIMITS, seconds)] += 1
 
-    def counters(self, **of_memory: Any) -> PoolCounters:
-        """A snapshot, with what the memory says for itself."""
-        waits = {"waits": sum(self.wait_histogram), "wait_histogram": tuple(self.wait_histogram)}
-        return PoolCounters(**(vars(self) | waits | of_memory))
+    def counters(
+        self, transport: str, current: Occupancy, ahead: Occupancy, device: Occupancy, fallbacks: int
+    ) -> PoolCounters:
+        """A snapshot, with what the memory says for itself; see `PoolCounters`."""
+        return PoolCounters(
+            transport=transport,
+            entries=self.entries,
+            bytes=self.bytes,
+            moved_bytes=self.moved_bytes,
+            leased_bytes=self.leased_bytes,
+            refused=self.refused,
+            waits=sum(self.wait_histogram),
+            wait_seconds=self.wait_seconds,
+            wait_histogram=tuple(self.wait_histogram),
+            current=current,
+            ahead=ahead,
+            device=device,
+            fallbacks=fallbacks,
+        )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowtrain_lightning.pool.address import DEVICE_BIT, GENERATIONS, OFFSET_MASK, OFFSET_SHIFT, OWNER_SHIFT, Address
 from flowtrain_lightning.pool.control_records import ControlRecord, Kind
-from flowtrain_lightning.pool.counters import PoolCounters, PoolTally
+from flowtrain_lightning.pool.counters import Occupancy, PoolCounters, PoolTally
 from flowtrain_lightning.pool.device.device_entries import DeviceEntries
 from flowtrain_lightning.pool.device.device_tier import DeviceRuntime, DeviceTier
 from flowtrain_lightning.pool.device.host_copies import COPY_SECONDS, HostCopies
@@ -205,8 +205,7 @@ class Pool:
             raise
         self._own[record.address] = _new(_OwnEntry, (key, region, offset, waiting))
         self._own_keys.add(key)
-        self._tally.entries += 1
-        self._tally.bytes += nbytes
+        self._tally.put(nbytes)
         if not is_underway:
             self._publish(key, record, readers)
         return Address(record.address)
@@ -295,11 +294,13 @@ class Pool:
     @property
     def counters(self) -> PoolCounters:
         """A snapshot of what this rank's part has done."""
+        device, name = self._device, self._transport.name
         return self._tally.counters(
-            transport=self._transport.name if self._device is None else f"{self._transport.name} and device",
-            current=self._segment.current.occupancy,
-            ahead=self._segment.ahead.occupancy,
-            **({} if self._device is None else self._device.counters),
+            name if device is None else f"{name} and device",
+            self._segment.current.occupancy,
+            self._segment.ahead.occupancy,
+            Occupancy(0, 0, 0) if device is None else device.occupancy,
+            0 if device is None else device.fallbacks,
         )
 
     def _pin(self, runtime: DeviceRuntime) -> None:
@@ -341,10 +342,9 @@ class Pool:
 
     def _receive(self, timeout: float) -> list[ControlRecord]:
         """Receives what peers have sent, as soon as something has arrived or own copies are done."""
-        copies = self._copies
-        if copies is None or not copies.are_underway:
+        if self._copies is None or not self._copies.are_underway:
             return self._mesh.receive(timeout)
-        return copies.wait_for(self._mesh.receive, timeout)
+        return self._copies.wait_for(self._mesh.receive, timeout)
 
     def _learn(self, record: ControlRecord) -> None:
         """An entry was published to this rank."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flowtrain_lightning.data import RankShard
-from flowtrain_lightning.packing.segments.order_of_step import SearchedStep
+from flowtrain_lightning.packing.searched.order_of_step import SearchedStep
 from flowtrain_lightning.packing.stage_entries import stage_name
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.runtime.program import RankBatch, RankRole, StepProgram

@@ -11,7 +11,7 @@ from flowtrain_lightning.data import Entry, RankShard, StepPlan
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
-from flowtrain_lightning.packing.segments.order_of_step import searched_step
+from flowtrain_lightning.packing.searched.order_of_step import searched_step
 from flowtrain_lightning.packing.stage_entries import HIDDEN
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram

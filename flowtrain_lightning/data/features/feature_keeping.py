@@ -23,9 +23,9 @@ class MediaProcessor(Protocol):
         """Changes with anything that changes what it makes."""
 
 
-def refusal_of_augmented(owner: str) -> ValueError:
-    """The error of keeping features of pictures that augmentation changes."""
-    return ValueError(
+def refuse_augmented(owner: str) -> None:
+    """Raises a ValueError: features are to be kept of pictures that augmentation changes."""
+    raise ValueError(
         f"{owner} got keep_features and augment, but augmentation changes pictures by chance in every epoch, "
         "so none of their features could be used again; leave one of the two out."
     )

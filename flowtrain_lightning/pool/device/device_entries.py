@@ -168,9 +168,9 @@ class DeviceEntries:
         return rank in self._tier.readable and rank in self._tier.readers
 
     @property
-    def counters(self) -> dict[str, Occupancy | int]:
-        """The occupancy of the own block, and how often host memory took what it had no room for."""
-        return {"device": Occupancy(self._used, self._peak, self._free.nbytes), "fallbacks": self.fallbacks}
+    def occupancy(self) -> Occupancy:
+        """The occupancy of the own block."""
+        return Occupancy(self._used, self._peak, self._free.nbytes)
 
     def close(self) -> None:
         """Another pool may use the tier; leases of this one that are released later have no effect on it."""

@@ -110,8 +110,8 @@ def test_what_finds_no_room_no_slot_or_no_reader_belongs_into_host_memory(pair):
     assert pair.put(1, [floats()], readers=[READER, 2]) is None, "rank 2 cannot read it"
     assert pair.put(1, []) is None
     assert [pair.put(number, [torch.zeros(1)]) is not None for number in range(1, 4)] == [True, True, False]
-    assert pair.owner.counters["device"].now == 2 * entry_nbytes([4])
-    assert pair.owner.counters["fallbacks"] == 3, "an entry without tensors would be in host memory anyhow"
+    assert pair.owner.occupancy.now == 2 * entry_nbytes([4])
+    assert pair.owner.fallbacks == 3, "an entry without tensors would be in host memory anyhow"
 
 
 def test_tensors_of_other_devices_belong_into_host_memory(pair, monkeypatch):
@@ -126,10 +126,10 @@ def test_room_and_slots_come_back_when_all_readers_have_given_back(pair):
         assert Address(published.address).tier is Tier.DEVICE
         assert pair.read(published)[0].eq(number).all()
         pair.owner.given_back(published.address, OWNER)
-        assert pair.owner.counters["device"].now == ENTRY_BYTES
+        assert pair.owner.occupancy.now == ENTRY_BYTES
         pair.give_back(published)
-        assert pair.owner.counters["device"].now == 0
-    assert pair.owner.counters["device"].peak == ENTRY_BYTES
+        assert pair.owner.occupancy.now == 0
+    assert pair.owner.occupancy.peak == ENTRY_BYTES
 
 
 def test_what_was_never_put_or_is_given_back_twice_has_no_effect(pair):
@@ -138,7 +138,7 @@ def test_what_was_never_put_or_is_given_back_twice_has_no_effect(pair):
     pair.owner.given_back(address, READER)
     pair.owner.given_back(address + 1, OWNER)
     pair.reader.done(address)
-    assert pair.owner.counters["device"].now == ENTRY_BYTES
+    assert pair.owner.occupancy.now == ENTRY_BYTES
 
 
 def test_a_lease_of_a_former_pool_has_no_effect_on_the_next_one(pair):

@@ -1,6 +1,6 @@
-"""The choice of what every segment keeps, computes again or moves to host memory, once the order of works is known.
+"""The choice of what every stage keeps, computes again or moves to host memory, once the order of works is known.
 
-Between forward and backward of a batch a segment's activations are kept, or computed again, or moved to host memory and
+Between forward and backward of a batch a stage's activations are kept, or computed again, or moved to host memory and
 back, or some of its layers do the one and some the other. Each choice takes time and leaves room.
 The cheapest choices that never exceed the limit are an integer program for each store, as in DIP (2504.14145).
 """
@@ -15,8 +15,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from flowtrain_lightning.packing.segments.searched_order import ListedOrder
-from flowtrain_lightning.packing.segments.segment_graph import SegmentGraph
+from flowtrain_lightning.packing.searched.chain_graph import ChainGraph
+from flowtrain_lightning.packing.searched.searched_order import ListedOrder
 from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArray
 
 _GAP = 0.02
@@ -27,7 +27,7 @@ _NODES = 50
 
 
 @dataclass(frozen=True)
-class Choices:
+class MemoryChoices:
     """Ways to keep what forwards leave for their backwards, the same number for each.
 
     Attributes:
@@ -42,7 +42,7 @@ class Choices:
 
 
 class Layer(NamedTuple):
-    """The activations of one layer of a segment, for one batch.
+    """The activations of one layer of a stage, for one batch.
 
     Attributes:
         forward: seconds in which it computes them again.
@@ -58,12 +58,12 @@ class Layer(NamedTuple):
     moving: float | None = None
 
 
-def choices_of(graph: SegmentGraph, layers: Sequence[tuple[Layer, float]], steps: int = 4) -> Choices:
+def choices_of(graph: ChainGraph, layers: Sequence[tuple[Layer, float]], steps: int = 4) -> MemoryChoices:
     """Choices for each pair: so many of ``steps`` parts of its layers computed again, or moved, and the rest kept.
 
     Args:
         graph: of the step.
-        layers: ``[works]`` a layer of each one's segment, and how many it has; if need be, on average.
+        layers: ``[works]`` a layer of each one's stage, and how many it has; if need be, on average.
         steps: into how many parts layers are divided.
     """
     pairs = np.flatnonzero(graph.room > 0)
@@ -77,10 +77,10 @@ def choices_of(graph: SegmentGraph, layers: Sequence[tuple[Layer, float]], steps
         ways += [(share * moving, layer.room + share * (moved - layer.room)) for share in shares[1:]]
         seconds.append([count * time for time, _ in ways])
         room.append([count * kept for _, kept in ways])
-    return Choices(pairs, np.array(seconds), np.array(room))
+    return MemoryChoices(pairs, np.array(seconds), np.array(room))
 
 
-def chosen_memory(graph: SegmentGraph, listed: ListedOrder, choices: Choices, limits: FloatArray) -> IntArray:
+def chosen_memory(graph: ChainGraph, listed: ListedOrder, choices: MemoryChoices, limits: FloatArray) -> IntArray:
     """``[pairs]`` the choice for each: together the quickest that never keep more than a store's limit.
 
     Args:
@@ -108,7 +108,7 @@ def chosen_memory(graph: SegmentGraph, listed: ListedOrder, choices: Choices, li
     return found
 
 
-def with_choices(graph: SegmentGraph, choices: Choices, chosen: IntArray) -> SegmentGraph:
+def with_choices(graph: ChainGraph, choices: MemoryChoices, chosen: IntArray) -> ChainGraph:
     """The graph with the seconds and the room of what was chosen; what it takes comes with the backward."""
     every = np.arange(len(chosen))
     seconds, room, more = graph.seconds.copy(), graph.room.copy(), np.zeros(len(graph))
@@ -133,7 +133,7 @@ def _chosen(seconds: FloatArray, room: FloatArray, open_at: BoolArray, limit: fl
     least = room.min(axis=1)
     if (open_at @ least > limit * (1 + 1e-9)).any():
         raise ValueError(
-            f"Segments keep {(open_at @ least).max():.3g} at once even where they keep least, but the limit is "
+            f"Stages keep {(open_at @ least).max():.3g} at once even where they keep least, but the limit is "
             f"{limit:.3g}. Let fewer batches be open."
         )
     number, at = np.nonzero(open_at)

@@ -1,13 +1,13 @@
-"""Random segment graphs: chains of several roles through the ranks, and where they lie."""
+"""Random chains of stages, of several roles, through the ranks, and where they lie."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
+from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
 
 
-def random_graph(seed: int, *, most_units: int = 8) -> SegmentGraph:
+def random_graph(seed: int, *, most_units: int = 8) -> ChainGraph:
     """Encoder chains, each of a unit, and a trunk chain of each unit that reads some of them; some without backward."""
     random = np.random.default_rng(seed)
     ranks, units = int(random.integers(1, 5)), int(random.integers(1, most_units + 1))
@@ -18,22 +18,22 @@ def random_graph(seed: int, *, most_units: int = 8) -> SegmentGraph:
         for _ in range(int(random.integers(0, 4))):
             read.append(len(chains))
             first = int(random.integers(ranks))
-            own = [segment(random, (first + place) % ranks, trains=trains) for place in range(ranks * chunks)]
+            own = [stage(random, (first + place) % ranks, trains=trains) for place in range(ranks * chunks)]
             chains.append(Chain(unit, 0, tuple(own[: int(random.integers(1, len(own) + 1))])))
         if len(chains) > len(read) and random.random() < 0.2:  # what an earlier unit reads, too
             read.append(int(random.integers(len(chains) - len(read))))
             read = [each for each in read if chains[each].role == 0]
-        own = [segment(random, place) for place in range(ranks)]
+        own = [stage(random, place) for place in range(ranks)]
         chains.append(Chain(unit, 1, tuple(own), tuple(sorted(set(read)))))
-    return segment_graph(chains)
+    return chain_graph(chains)
 
 
-def segment(random: np.random.Generator, rank: int, *, trains: bool = True) -> Segment:
+def stage(random: np.random.Generator, rank: int, *, trains: bool = True) -> TimedStage:
     forward = float(random.integers(1, 20))
-    return Segment(rank, forward, 2 * forward * trains, float(random.integers(0, 9)), rank)
+    return TimedStage(rank, forward, 2 * forward * trains, float(random.integers(0, 9)), rank)
 
 
-def most_kept(graph: SegmentGraph, order: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+def most_kept(graph: ChainGraph, order: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
     """``[stores]`` the most that each holds in an order; what is computed again counts while its backward runs."""
     held, most = np.zeros(len(graph.most_room)), np.zeros(len(graph.most_room))
     for work in order.tolist():

@@ -1,4 +1,4 @@
-"""The order of a segment graph's works: by list scheduling with priorities from costs, and by a search over these.
+"""The order of a chain graph's works: by list scheduling with priorities from costs, and by a search over these.
 
 The same graph gives the same order on every rank and machine: a search plays a number of orders that the graph fixes,
 whatever time that takes, and draws from a generator whose numbers never change.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flowtrain_lightning.packing.segments.list_schedule import list_schedule, seconds_in_order
-from flowtrain_lightning.packing.segments.segment_graph import SegmentGraph
+from flowtrain_lightning.packing.searched.chain_graph import ChainGraph
+from flowtrain_lightning.packing.searched.list_schedule import list_schedule, seconds_in_order
 from flowtrain_lightning.packing.step_graph import BlockedError
 from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArray
 
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     again: BoolArray
 
     @classmethod
-    def of(cls, graph: SegmentGraph, kept: FloatArray) -> Limits:
+    def of(cls, graph: ChainGraph, kept: FloatArray) -> Limits:
         """Limits in bytes, within which what is computed again has its place too."""
         return cls(kept, graph.most_room, np.ones(len(kept), dtype=np.bool_))
 
@@ -71,13 +71,13 @@ class ListedOrder:
     recomputed: BoolArray
     seconds: float
 
-    def takes(self, graph: SegmentGraph) -> float:
+    def takes(self, graph: ChainGraph) -> float:
         """Seconds of the same order with the costs of another graph of the same works."""
         parts = (graph.ranks, graph.seconds, graph.forward_of, *graph.takers)
         return float(seconds_in_order(self.order, *parts, self.recomputed))
 
 
-def by_priority(graph: SegmentGraph, limits: Limits, priority: FloatArray) -> ListedOrder:
+def by_priority(graph: ChainGraph, limits: Limits, priority: FloatArray) -> ListedOrder:
     """The order in which every free rank begins the work of the least priority value that it can.
 
     Raises:
@@ -92,8 +92,8 @@ def by_priority(graph: SegmentGraph, limits: Limits, priority: FloatArray) -> Li
     return ListedOrder(order, recomputed, float(seconds))
 
 
-def greedy_order(graph: SegmentGraph, limits: Limits) -> ListedOrder:
-    """The order of arrival: backwards first, then units in order, deeper segments first.
+def greedy_order(graph: ChainGraph, limits: Limits) -> ListedOrder:
+    """The order of arrival: backwards first, then units in order, deeper stages first.
 
     Raises:
         BlockedError: see `by_priority`.
@@ -102,7 +102,7 @@ def greedy_order(graph: SegmentGraph, limits: Limits) -> ListedOrder:
 
 
 def searched_order(
-    graph: SegmentGraph, limits: Limits, others: Sequence[ListedOrder] = (), plays: int | None = None
+    graph: ChainGraph, limits: Limits, others: Sequence[ListedOrder] = (), plays: int | None = None
 ) -> ListedOrder:
     """The shortest order that a local search over priorities finds.
 
@@ -142,7 +142,7 @@ def searched_order(
 class _Priorities:
     """Priorities of works from few numbers: a place for each unit, then a shift for each role and direction."""
 
-    def __init__(self, graph: SegmentGraph) -> None:
+    def __init__(self, graph: ChainGraph) -> None:
         self._units = int(graph.units.max()) + 1
         self._of_unit = graph.units
         self._of_kind = self._units + graph.roles * 2 + graph.is_backward
@@ -171,7 +171,7 @@ class _Priorities:
         return found
 
 
-def _starts(graph: SegmentGraph) -> Iterator[FloatArray]:
+def _starts(graph: ChainGraph) -> Iterator[FloatArray]:
     """Numbers of rules, that of the order of arrival first."""
     roles = int(graph.roles.max()) + 1
     load = np.bincount(graph.units, graph.seconds)

@@ -1,4 +1,4 @@
-"""Plays a segment graph by priorities within limits of memory: every rank that is free begins the best that it can."""
+"""Plays chains of stages by priorities within limits of memory: a free rank begins the best that it can."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def list_schedule(
     spare: FloatArray,
     again: BoolArray,
 ) -> Any:
-    """Plays the works of a step; see `SegmentGraph` for the first eight.
+    """Plays the works of a step; see `ChainGraph` for the first eight.
 
     A forward begins only where its store has room for what it keeps. Where no rank can go on, of all forwards that wait
     for room the one of the least priority value keeps nothing, and is computed again before its backward; its store

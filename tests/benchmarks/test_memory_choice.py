@@ -1,4 +1,4 @@
-"""The choice of what segments keep, compute again or move: within the limit, and as cheap as can be."""
+"""The choice of what stages keep, compute again or move: within the limit, and as cheap as can be."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import product
 import numpy as np
 import pytest
 
-from flowtrain_lightning.packing.segments.memory_choice import Choices, Layer, choices_of, chosen_memory, with_choices
-from flowtrain_lightning.packing.segments.searched_order import Limits, greedy_order
-from tests.packing.segments.random_graphs import most_kept, random_graph
+from benchmarks.memory_choice import Layer, MemoryChoices, choices_of, chosen_memory, with_choices
+from flowtrain_lightning.packing.searched.searched_order import Limits, greedy_order
+from tests.packing.searched.random_graphs import most_kept, random_graph
 
 
 def choices_for(graph, seed):
     random = np.random.default_rng(seed)
     pairs = np.flatnonzero(graph.room > 0)
     room = np.column_stack([graph.room[pairs] * share for share in (1.0, 0.5, 0.1)])
-    return Choices(pairs, np.column_stack([np.zeros(len(pairs)), *random.uniform(1, 9, (2, len(pairs)))]), room)
+    return MemoryChoices(pairs, np.column_stack([np.zeros(len(pairs)), *random.uniform(1, 9, (2, len(pairs)))]), room)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -10,8 +10,8 @@ import numpy as np
 from flowtrain_lightning.packing.play import play
 from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
-from flowtrain_lightning.packing.segments.searched_order import Limits, ListedOrder, searched_order
-from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
+from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
+from flowtrain_lightning.packing.searched.searched_order import Limits, ListedOrder, searched_order
 from flowtrain_lightning.packing.stage_entries import stage_names
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_members import StepMembers
@@ -55,7 +55,7 @@ def searched_step(plan: StepPlan, members: StepMembers, kept_batches: int) -> Se
     batches, chains, limits = _chains(plan, members, kept_batches)
     if not chains:
         return SearchedStep((), {role: (frozenset(),) * members.counts[role] for role in plan.graph.producers})
-    graph, names = segment_graph(chains), _names(members)
+    graph, names = chain_graph(chains), _names(members)
     found = searched_order(graph, limits, [_by_rules(plan, members, kept_batches, graph, batches)])
     works, recomputed = [], set[BatchOf]()
     for number in found.order.tolist():
@@ -136,14 +136,14 @@ def _chains(plan: StepPlan, members: StepMembers, kept_batches: int) -> tuple[li
                 forward, backward, room = passes.forward, passes.backward, 1.0
                 if not is_trunk and not kept_batches:
                     backward, room = backward + forward, 0.0
-                segments = tuple(
-                    Segment(rank_of[part][member], forward, backward, room, first_store[part] + member)
+                stages = tuple(
+                    TimedStage(rank_of[part][member], forward, backward, room, first_store[part] + member)
                     for part in (names if is_trunk else (role,))
                 )
                 unit = number if is_trunk else plan.turns[role][member][number][0]
                 number_of[batch] = len(chains)
                 chains.append(
-                    Chain(unit, int(is_trunk), segments, tuple(sorted(number_of[each] for each in read.get(batch, ()))))
+                    Chain(unit, int(is_trunk), stages, tuple(sorted(number_of[each] for each in read.get(batch, ()))))
                 )
                 batches.append(batch)
     limits = Limits(np.array(kept, dtype=np.float64), np.zeros(len(kept)), again)
@@ -160,7 +160,7 @@ def _sums(members: StepMembers, parts: Sequence[str]) -> list[int]:
 
 
 def _by_rules(
-    plan: StepPlan, members: StepMembers, kept_batches: int, graph: SegmentGraph, batches: Sequence[BatchOf]
+    plan: StepPlan, members: StepMembers, kept_batches: int, graph: ChainGraph, batches: Sequence[BatchOf]
 ) -> ListedOrder:
     """The order in which ranks come to their works by the rules, if all takes as long as it is said to."""
     names, parts = _names(members), list[tuple[str, int, tuple[Pass, ...]]]()

@@ -1,4 +1,4 @@
-"""Works of segments, runs of layers through which a batch goes and comes back, as arrays that a search can play."""
+"""The works of batches that go through chains of stages and come back, as arrays that a search can play."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArray
 
 
-class Segment(NamedTuple):
+class TimedStage(NamedTuple):
     """A run of layers on one rank, and what a batch costs there.
 
     Attributes:
@@ -31,24 +31,24 @@ class Segment(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The segments of one batch, or of a part of it that goes by itself (a sub-microbatch).
+    """The stages of one batch, or of a part of it that goes by itself (a sub-microbatch).
 
     Attributes:
         unit: the microbatch that it belongs to: works of one unit are moved together.
         role: number of the role, in the order in which data flow.
-        segments: in order.
-        reads: numbers of the chains, listed before this one, whose results its first segment takes, and to which it
+        stages: in order.
+        reads: numbers of the chains, listed before this one, whose results its first stage takes, and to which it
             gives gradients.
     """
 
     unit: int
     role: int
-    segments: tuple[Segment, ...]
+    stages: tuple[TimedStage, ...]
     reads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class SegmentGraph:
+class ChainGraph:
     """All works of a step. Works go by their numbers; a chain's forwards come first, then its backwards.
 
     Attributes:
@@ -59,7 +59,7 @@ class SegmentGraph:
         forward_of: ``[works]`` the forward whose activations a backward uses; -1 of a forward.
         units: ``[works]`` the unit of its chain.
         roles: ``[works]`` the role of its chain.
-        depths: ``[works]`` its segment's place in the chain.
+        depths: ``[works]`` its stage's place in the chain.
         chains: ``[works]`` the number of its chain.
         needs: ``[works]`` the works whose results each takes.
     """
@@ -106,11 +106,11 @@ class SegmentGraph:
         return found
 
 
-def segment_graph(chains: Sequence[Chain]) -> SegmentGraph:
+def chain_graph(chains: Sequence[Chain]) -> ChainGraph:
     """The graph of some chains.
 
     A forward takes the result of the one before; the first of a chain the last ones of all chains that it reads. A
-    backward takes its own forward's activations and the gradients of the one behind; the last segment's those of all
+    backward takes its own forward's activations and the gradients of the one behind; the last stage's those of all
     chains that read it. What has no backward gets no gradients.
 
     Args:
@@ -119,12 +119,12 @@ def segment_graph(chains: Sequence[Chain]) -> SegmentGraph:
     rows: list[tuple[int, float, int, float, int, int, int, int, int]] = []
     needs: list[list[int]] = []
     forwards: list[list[int]] = []
-    backwards: list[list[int]] = [[] for _ in chains]  # of each chain, from its first segment on; empty if it has none
+    backwards: list[list[int]] = [[] for _ in chains]  # of each chain, from its first stage on; empty if it has none
     readers: list[list[int]] = [[] for _ in chains]
 
     def add(number: int, depth: int, seconds: float, room: float, forward: int, needed: list[int]) -> int:
         chain = chains[number]
-        rank, store = chain.segments[depth].rank, chain.segments[depth].store
+        rank, store = chain.stages[depth].rank, chain.stages[depth].store
         rows.append((rank, seconds, store, room, forward, chain.unit, chain.role, depth, number))
         needs.append(needed)
         return len(rows) - 1
@@ -132,27 +132,27 @@ def segment_graph(chains: Sequence[Chain]) -> SegmentGraph:
     for number, chain in enumerate(chains):
         before = [forwards[read][-1] for read in chain.reads]
         own: list[int] = []
-        for depth, segment in enumerate(chain.segments):
-            room = segment.room if segment.backward > 0 else 0.0
-            own.append(add(number, depth, segment.forward, room, -1, own[-1:] or before))
+        for depth, stage in enumerate(chain.stages):
+            room = stage.room if stage.backward > 0 else 0.0
+            own.append(add(number, depth, stage.forward, room, -1, own[-1:] or before))
         forwards.append(own)
         for read in chain.reads:
             readers[read].append(number)
     for number in reversed(range(len(chains))):
         chain = chains[number]
         answers = [(backwards[reader] or forwards[reader])[0] for reader in readers[number]]
-        for depth in reversed(range(len(chain.segments))):
-            if chain.segments[depth].backward <= 0:
+        for depth in reversed(range(len(chain.stages))):
+            if chain.stages[depth].backward <= 0:
                 break
             forward = forwards[number][depth]
             behind = backwards[number][:1] or answers
-            work = add(number, depth, chain.segments[depth].backward, 0.0, forward, [forward, *behind])
+            work = add(number, depth, chain.stages[depth].backward, 0.0, forward, [forward, *behind])
             backwards[number].insert(0, work)
 
     def column(place: int) -> IntArray:
         return np.array([row[place] for row in rows], dtype=np.int64)
 
-    return SegmentGraph(
+    return ChainGraph(
         ranks=column(0),
         seconds=np.array([row[1] for row in rows]),
         stores=column(2),

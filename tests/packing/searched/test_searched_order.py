@@ -1,4 +1,4 @@
-"""Orders of segments from costs: valid, within memory, never blocked, the same for the same graph, and shorter."""
+"""Orders of stages from costs: valid, within memory, never blocked, the same for the same graph, and shorter."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import pytest
 
 from benchmarks.segments import MOST_IMAGES, under_wrong_costs
 from flowtrain_lightning.packing.play import play
-from flowtrain_lightning.packing.segments.searched_order import (
+from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
+from flowtrain_lightning.packing.searched.searched_order import (
     Limits,
     ListedOrder,
     by_priority,
     greedy_order,
     searched_order,
 )
-from flowtrain_lightning.packing.segments.segment_graph import Chain, Segment, SegmentGraph, segment_graph
 from flowtrain_lightning.packing.step_graph import BatchOf, BlockedError, StepGraph, Work
 from flowtrain_lightning.pool import Reservation, assign_offsets
-from tests.packing.segments.random_graphs import most_kept, random_graph
+from tests.packing.searched.random_graphs import most_kept, random_graph
 
 PLAYS = 40
 
 
-def limits_of(graph: SegmentGraph, share: float) -> Limits:
+def limits_of(graph: ChainGraph, share: float) -> Limits:
     """Room for the largest work, and a share of all of them, in each store."""
     sums = np.bincount(graph.stores, graph.room, len(graph.most_room))
     return Limits.of(graph, graph.most_room + share * (sums - graph.most_room))
 
 
-def check_order(graph: SegmentGraph, found: ListedOrder, limits: Limits) -> None:
+def check_order(graph: ChainGraph, found: ListedOrder, limits: Limits) -> None:
     """It has every work once, none before what it needs, and keeps within the limits."""
     place = np.empty(len(graph), dtype=np.int64)
     place[found.order] = np.arange(len(graph))
@@ -50,7 +50,7 @@ def test_no_order_of_a_random_graph_exceeds_memory_or_blocks_at_the_least_bytes(
             play_in_least_bytes(graph, found, seed)
 
 
-def play_in_least_bytes(graph: SegmentGraph, found: ListedOrder, seed: int) -> None:
+def play_in_least_bytes(graph: ChainGraph, found: ListedOrder, seed: int) -> None:
     """Ranks put what others read into as few bytes as the order needs, and take random times: all come to the end.
 
     A rank overwrites bytes of a result once the last of its takers has begun; so each work needs what frees its bytes.
@@ -100,17 +100,17 @@ def test_a_search_is_never_longer_than_greedy_or_than_what_it_was_given():
 
 
 def test_what_finds_no_room_is_computed_again_and_takes_its_forward_once_more():
-    one = Segment(0, 1.0, 2.0, 1.0, 0)
-    reading = Segment(0, 1.0, 2.0, 0.0, 0)
-    graph = segment_graph([Chain(0, 0, (one,)), Chain(0, 0, (one,)), Chain(0, 1, (reading,), (0, 1))])
+    one = TimedStage(0, 1.0, 2.0, 1.0, 0)
+    reading = TimedStage(0, 1.0, 2.0, 0.0, 0)
+    graph = chain_graph([Chain(0, 0, (one,)), Chain(0, 0, (one,)), Chain(0, 1, (reading,), (0, 1))])
     ample, scarce = (greedy_order(graph, Limits.of(graph, np.array([kept]))) for kept in (2.0, 1.0))
     assert (ample.seconds, ample.recomputed.sum()) == (9.0, 0)
     assert (scarce.seconds, scarce.recomputed.sum()) == (11.0, 2)  # the room is left to what is computed again
 
 
 def test_where_nothing_may_be_computed_again_a_lack_of_room_is_an_error():
-    one = Segment(0, 1.0, 2.0, 1.0, 0)
-    graph = segment_graph([Chain(0, 0, (one,)), Chain(0, 0, (one,)), Chain(0, 1, (one,), (0, 1))])
+    one = TimedStage(0, 1.0, 2.0, 1.0, 0)
+    graph = chain_graph([Chain(0, 0, (one,)), Chain(0, 0, (one,)), Chain(0, 1, (one,), (0, 1))])
     with pytest.raises(BlockedError):
         greedy_order(graph, Limits(np.array([1.0]), np.zeros(1), np.zeros(1, dtype=np.bool_)))
 
