@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
@@ -76,6 +77,8 @@ def train(
     trainer = L.Trainer(devices=devices, strategy=strategy, max_steps=steps, default_root_dir=folder, **_QUIET)
     trainer.fit(Draws(None if taught is None else str(taught)), _data(train=train_file, global_batch_size=32))
     trainer.save_checkpoint(folder / "drawing.ckpt")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # or drawing in one process would wait for the others
     if not trainer.is_global_zero:
         return None
     model = Draws.load_from_checkpoint(folder / "drawing.ckpt", taught=None)
