@@ -54,7 +54,7 @@ def packing_by(costs: LayoutCosts, problems: Problems) -> PackingConfig:
         problems: role -> what was planned for, which has the budgets of batches.
     """
     cost, encoder_cost = (_fitted(costs, role, problems[role].load.budget) for role in (BACKBONE, ENCODER))
-    return PackingConfig(cost, encoder_cost)
+    return PackingConfig(cost, {ENCODER: encoder_cost})
 
 
 def _fitted(costs: LayoutCosts, role: str, budget: int) -> CostModel:

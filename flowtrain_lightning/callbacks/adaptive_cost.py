@@ -36,7 +36,7 @@ class AdaptCosts(L.Callback):
     a resumed run packs as before. The relative error of what a model predicted is logged under its role, such as
     ``encoder_cost_error``, and every change is written to ``cost_changes.json``, from which a run can be repeated.
 
-    ``PackingConfig(cost=..., encoder_cost=...)``, where given, are in seconds then, and ``num_workers`` is the same on
+    ``PackingConfig(cost=..., media_costs=...)``, where given, are in seconds then, and ``num_workers`` is the same on
     all ranks. Under plain Lightning nothing is measured; changes from a file take place there too.
 
     Args:
@@ -74,8 +74,8 @@ class AdaptCosts(L.Callback):
         if self._steps == 0:
             packing = _loader(trainer).steps.packing
             self._models[self._graph.trunk].cost = packing.cost
-            for role in self._graph.producers:
-                self._models[role].cost = packing.encoder_cost or _UNKNOWN
+            for role, cost in packing.media_costs.items():
+                self._models[role].cost = cost
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Tells a new loader of changes so far."""
@@ -145,7 +145,7 @@ class AdaptCosts(L.Callback):
         # Whoever works ahead asks for so many steps beyond this one, and the loader plans more beyond these.
         change = self._change(batch.epoch, batch.step + STEPS_AHEAD + loader.planned_ahead + 1)
         packing = loader.steps.packing
-        former = self.changes[-1] if self.changes else CostChange(0, 0, packing.cost, packing.encoder_cost)
+        former = self.changes[-1] if self.changes else CostChange(0, 0, packing.cost, packing.media_costs)
         if change == replace(former, epoch=change.epoch, step=change.step):
             return
         loader.change_costs(change)
@@ -159,8 +159,7 @@ class AdaptCosts(L.Callback):
         """What is found so far, to hold from a step on."""
         found = {role: model.cost for role, model in self._models.items() if model.cost != _UNKNOWN}
         cost = found.pop(self._graph.trunk, _UNKNOWN)
-        whatever = self._graph.producers[0] if self._graph.is_simple else ""
-        return CostChange(epoch, step, cost, found.pop(whatever, None), found)
+        return CostChange(epoch, step, cost, found)
 
 
 def _loader(trainer: L.Trainer) -> StepLoader:

@@ -143,11 +143,12 @@ def _packing_metrics(trainer: L.Trainer) -> dict[str, PlanMetric]:
     if not isinstance(loader, StepLoader):
         return {"throughput": Throughput()}
     steps, members = loader.steps, loader.steps.shard.members
-    cost, encoder_cost = steps.packing.cost, steps.packing.encoder_cost or DEFAULT_COST
     use = PackingUse(
         steps.packing.token_budget,
         steps.pad_to_budget,
-        {role: cost if role == members.trunk else encoder_cost for role in members.graph.roles},
+        dict.fromkeys(members.graph.roles, DEFAULT_COST)
+        | dict(steps.packing.media_costs)
+        | {members.trunk: steps.packing.cost},
     )
     return {"throughput": Throughput(), "packing": use}
 

@@ -20,7 +20,8 @@ from flowtrain_lightning.data.loading.dataloader import StepLoader
 from flowtrain_lightning.data.loading.dataset import NodeRecords, StepDataset
 from flowtrain_lightning.data.loading.ranks_of_trainer import (
     own_shard,
-    refuse_unlike_ranks,
+    refuse_costs_of_others,
+    refuse_unlike_settings,
     shards_of_node,
     warn_of_idle_ranks,
 )
@@ -260,13 +261,13 @@ class FlowDataModule(StageData):
         """Open the indexes of a stage; every rank does.
 
         Raises:
-            DataError: this rank has other settings than rank 0, and so would plan other steps.
+            DataError: this rank has other settings than rank 0, or a cost model of a role that takes no media.
         """
         self._training = self._resume = None
         announce_compilation(rank_zero_info)
         if self.trainer is not None:
-            settings = self.settings
-            refuse_unlike_ranks(self.trainer.global_rank, settings, self.trainer.strategy.broadcast(settings))
+            refuse_unlike_settings(self.trainer, self.settings)
+            refuse_costs_of_others(self.trainer, self.packing.media_costs or {})
         opened = {name: self.open(name, media_compared=self.trainer is not None) for name in self.wanted(stage)}
         self.share(opened)
         if self.producers is not None and self._cluster is None:

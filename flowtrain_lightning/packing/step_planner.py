@@ -43,8 +43,7 @@ def plan_step(
     token_budget: int,
     encoder_budget: int = ENCODER_BUDGET,
     cost: CostModel = DEFAULT_COST,
-    encoder_cost: CostModel | None = None,
-    role_costs: Mapping[str, CostModel] | None = None,
+    media_costs: Mapping[str, CostModel] | None = None,
     sync_every: SyncEvery = "microbatch",
     microbatches: Batches | None = None,
 ) -> StepPlan:
@@ -60,13 +59,12 @@ def plan_step(
         token_budget: the most tokens of one microbatch.
         encoder_budget: the most patches of one encoder batch, save one of a single media item that has more.
         cost: what a packed set of sequences costs the trunk.
-        encoder_cost: what a set of media items costs to encode, by patches and in the unit of ``cost``. With it media
-            items are dealt by cost, positions come in the order that makes the step shortest, and samples of equal
-            length are swapped between positions where that makes it shorter still. None deals media items by patches,
-            and orders positions by how much media they read; where some ranks only encode and others do both, a media
-            item then is taken to cost as much as its rows cost the trunk.
-        role_costs: role -> what a set of its media items costs, instead of ``encoder_cost``. What is to be generated is
-            dealt by patches without.
+        media_costs: role -> what a set of its media items costs, by patches and in the unit of ``cost``. Where it has
+            the role that encodes, media items are dealt by cost, positions come in the order that makes the step
+            shortest, and samples of equal length are swapped between positions where that makes it shorter still. A
+            role that it lacks has media items dealt by patches, and positions are ordered by how much media they read;
+            where some ranks only encode and others do both, a media item to encode then is taken to cost as much as
+            its rows cost the trunk.
         sync_every: how often members of the trunk wait for each other.
         microbatches: the microbatches, if they are made already: they are put in order, and media items dealt. None
             packs as many as are needed, and where the trunk has stages as many as keep these busy.
@@ -86,24 +84,26 @@ def plan_step(
             microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=members.stages, **given)
         else:
             microbatches = pack_microbatches(sizes.tokens, ranks=members.counts[trunk], **given)
-    costs_anywhere = _media_costs(sizes, members, cost, encoder_cost, role_costs or {})
-    media_costs = costs_anywhere.copy()
-    media_costs[generated_items(sizes, graph)] = 0.0
-    if encoder_cost is None or members.local or members.colocated or not graph.is_simple or members.stages > 1:
+    models = media_costs or {}
+    of_all = _cost_of_each(sizes, members, cost, models)
+    of_encoded = of_all.copy()
+    of_encoded[generated_items(sizes, graph)] = 0.0
+    is_known = all(role in models for role in members.producers)
+    if not is_known or members.local or members.colocated or not graph.is_simple or members.stages > 1:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another, and knows no stages.
-        microbatches = _by_media(microbatches, sizes, None if graph.is_simple else media_costs)
+        microbatches = _by_media(microbatches, sizes, None if graph.is_simple else of_encoded)
         if members.stages > 1:
             microbatches = cheap_ends(microbatches, sizes.tokens, cost)
     else:
         encoding = sum(members.counts[role] for role in members.producers)
-        once = costs_once(sizes.alike, media_costs)
+        once = costs_once(sizes.alike, of_encoded)
         microbatches = _ordered(microbatches, sizes, encoding, token_budget, cost, once, sync_every)
     reader, position = StepPlan(samples, sizes, {trunk: microbatches}, graph).readers
     shared = encoded_as(sizes.alike, reader, position, local=members.local)
     read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
-    batches = _local(read, members) if members.local else _dealt(media_costs, read, members, cost, sync_every)
-    batches |= batches_behind(costs_anywhere, read, members)
+    batches = _local(read, members) if members.local else _dealt(of_encoded, read, members, cost, sync_every)
+    batches |= batches_behind(of_all, read, members)
     if members.local:  # features come in the order of the samples there, however many batches they are of
         microbatches = _by_source(microbatches, batches, sizes, shared)
         batches = {role: divided_by_modality(own, sizes) for role, own in batches.items()}
@@ -111,7 +111,7 @@ def plan_step(
     if not members.local:
         microbatches = _by_source(microbatches, batches, sizes, shared)
     plan = StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
-    return replace(plan, costs=_batch_costs(plan, cost, encoder_cost, role_costs or {})) if members.searched else plan
+    return replace(plan, costs=_batch_costs(plan, cost, models)) if members.searched else plan
 
 
 def sync_every_of(members: StepMembers) -> SyncEvery:
@@ -120,12 +120,12 @@ def sync_every_of(members: StepMembers) -> SyncEvery:
 
 
 def _batch_costs(
-    plan: StepPlan, reading: CostModel, encoding: CostModel | None, role_costs: Mapping[str, CostModel]
+    plan: StepPlan, reading: CostModel, media_costs: Mapping[str, CostModel]
 ) -> dict[str, list[list[float]]]:
     """Role -> ``[member][number]`` what each batch costs; media what their rows cost the trunk, where nobody knows."""
-    models = dict.fromkeys(plan.batches, encoding or reading) | {plan.graph.trunk: reading} | dict(role_costs)
+    models = dict.fromkeys(plan.batches, reading) | dict(media_costs)
     patches, rows = plan.sizes.media_patches, plan.sizes.media_rows
-    lengths = {role: rows if encoding is None and role not in role_costs else patches for role in plan.batches}
+    lengths = {role: patches if role in media_costs else rows for role in plan.batches}
     lengths[plan.graph.trunk] = plan.sizes.tokens
     return {
         role: [[models[role].of_set(lengths[role][batch]) if len(batch) else 0.0 for batch in own] for own in batches]
@@ -189,24 +189,17 @@ def _dealt(
     return dealt
 
 
-def _media_costs(
-    sizes: SampleSizes,
-    members: StepMembers,
-    cost: CostModel,
-    encoder_cost: CostModel | None,
-    role_costs: Mapping[str, CostModel],
+def _cost_of_each(
+    sizes: SampleSizes, members: StepMembers, cost: CostModel, media_costs: Mapping[str, CostModel]
 ) -> FloatArray:
     """``[media items]`` what each costs the role that takes it; in the unit of ``cost`` where costs meet on a rank."""
     patches, graph = sizes.media_patches, members.graph
-    if encoder_cost is not None:
-        costs = encoder_cost.of_each(patches)
-    else:
-        costs = cost.of_each(sizes.media_rows) if members.some_only_encode else patches.astype(np.float64)
+    costs = cost.of_each(sizes.media_rows) if members.some_only_encode else patches.astype(np.float64)
     for role in (*graph.producers, *graph.behind):
         modality = graph.modality_of(role)
         own = slice(None) if modality is None else sizes.of_modality(modality)
-        if role in role_costs:
-            costs[own] = role_costs[role].of_each(patches[own])
+        if role in media_costs:
+            costs[own] = media_costs[role].of_each(patches[own])
         elif role in graph.behind:
             costs[own] = patches[own]
     return costs
@@ -218,7 +211,7 @@ def _ordered(
     encoding: int,
     token_budget: int,
     cost: CostModel,
-    media_costs: FloatArray,
+    encoding_costs: FloatArray,
     sync_every: SyncEvery,
 ) -> Batches:
     """The microbatches in the order that makes the step shortest, after swaps that make it shorter still."""
@@ -228,7 +221,7 @@ def _ordered(
         for position, members in enumerate(of_rank):
             bin_of[members] = position * ranks + rank
     encoder = np.zeros(len(sizes))
-    np.add.at(encoder, sizes.media_sample, media_costs)
+    np.add.at(encoder, sizes.media_sample, encoding_costs)
     ordered = order_step(
         bin_of,
         sizes.tokens,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -35,7 +36,7 @@ class DrawnSteps:
         chosen: ``[samples]`` of each step, as indices.
         token_budget: the most tokens of a microbatch.
         cost: by which microbatches are balanced.
-        encoder_cost: by which encoder batches are, see `plan_step`.
+        media_costs: by which batches of media items are, see `plan_step`.
         encoder_budget: the most patches of an encoder batch.
     """
 
@@ -43,7 +44,7 @@ class DrawnSteps:
     chosen: tuple[IntArray, ...]
     token_budget: int
     cost: CostModel = DEFAULT_COST
-    encoder_cost: CostModel | None = None
+    media_costs: Mapping[str, CostModel] = field(default_factory=dict)
     encoder_budget: int = ENCODER_BUDGET
 
     def packed(self, allocation: Allocation) -> list[StepPlan]:
@@ -52,7 +53,7 @@ class DrawnSteps:
         Raises:
             PackingError: samples do not fit into microbatches.
         """
-        packing = (self.token_budget, self.cost, self.encoder_cost, self.encoder_budget)
+        packing = (self.token_budget, self.cost, self.media_costs, self.encoder_budget)
         return [plan_on(allocation, self.sizes.select(chosen), chosen, *packing) for chosen in self.chosen]
 
     def part(self, share: float, steps: int) -> DrawnSteps:
@@ -69,7 +70,7 @@ class FilledSteps:
         settings: how a stream of them is cut into steps.
         count: how many steps.
         seed: decides about the order.
-        encoder_cost: by which encoder batches are balanced, see `plan_step`.
+        media_costs: by which batches of media items are balanced, see `plan_step`.
         encoder_budget: the most patches of an encoder batch.
         groups: samples that come side by side; None: each by itself.
     """
@@ -78,7 +79,7 @@ class FilledSteps:
     settings: StreamSettings
     count: int
     seed: int = 0
-    encoder_cost: CostModel | None = None
+    media_costs: Mapping[str, CostModel] = field(default_factory=dict)
     encoder_budget: int = ENCODER_BUDGET
     groups: MediaGroups | None = None
 
@@ -108,7 +109,7 @@ class FilledSteps:
         settings, members = self.settings, allocation.step_members()
         ranks = members.counts[members.trunk]
         made = arrange_step(step, settings, settings.cost, ranks, sync_every_of(members), members.stages)
-        packing = (settings.token_budget, settings.cost, self.encoder_cost, self.encoder_budget)
+        packing = (settings.token_budget, settings.cost, self.media_costs, self.encoder_budget)
         return plan_on(allocation, self.sizes.select(samples), samples, *packing, microbatches=made)
 
 
@@ -150,7 +151,8 @@ def draw_steps(
 def steps_of(
     workload: Workload,
     sizes: SampleSizes,
-    costs: tuple[CostModel, CostModel | None] = (DEFAULT_COST, None),
+    cost: CostModel = DEFAULT_COST,
+    media_costs: Mapping[str, CostModel] | None = None,
     count: int | None = None,
     seed: int = 0,
 ) -> DrawnSteps | FilledSteps:
@@ -159,11 +161,12 @@ def steps_of(
     Args:
         workload: the size of a step, and the budgets of its batches.
         sizes: of all samples that there are, at least 1.
-        costs: by which microbatches and encoder batches are balanced.
+        cost: by which microbatches are balanced.
+        media_costs: by which batches of media items are; None: by patches.
         count: how many steps; None takes as many as tell what one takes on average: more of few samples, which differ.
         seed: decides about the order of the samples.
     """
-    cost, encoder_cost = costs
+    media_costs = media_costs or {}
     groups = MediaGroups.of_sizes(sizes) if workload.together else None
     if count is None:
         count = min(_MOST_STEPS, max(_LEAST_STEPS, -(-_ENOUGH_SAMPLES // workload.global_batch_size)))
@@ -172,9 +175,9 @@ def steps_of(
         settings = StreamSettings(
             token_budget=workload.token_budget, microbatches=filled, balance_group=group, cost=cost
         )
-        return FilledSteps(sizes, settings, count, seed, encoder_cost, workload.encoder_budget, groups)
+        return FilledSteps(sizes, settings, count, seed, media_costs, workload.encoder_budget, groups)
     chosen = draw_steps(len(sizes), workload.global_batch_size, count, seed, groups)
-    return DrawnSteps(sizes, chosen, workload.token_budget, cost, encoder_cost, workload.encoder_budget)
+    return DrawnSteps(sizes, chosen, workload.token_budget, cost, media_costs, workload.encoder_budget)
 
 
 def sizes_of(workload: Workload) -> SampleSizes:

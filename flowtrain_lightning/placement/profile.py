@@ -170,13 +170,9 @@ class Profile:
         return self.roles[self.trunk].cost
 
     @property
-    def encoder_cost(self) -> CostModel | None:
-        """Seconds of an encoder batch: ``PackingConfig(encoder_cost=...)``.
-
-        None where no sample has media, or where several roles encode: what media cost one says nothing of another.
-        """
-        first, *others = (self.roles[role] for role in self.producers)
-        return first.cost if first.measured and not others else None
+    def media_costs(self) -> dict[str, CostModel]:
+        """Role -> seconds of a batch of its media items: ``PackingConfig(media_costs=...)``; of those with any."""
+        return {role: of.cost for role, of in self.roles.items() if role != self.trunk and of.measured}
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -88,7 +88,7 @@ def plan_on(
     samples: IntArray,
     token_budget: int,
     cost: CostModel = DEFAULT_COST,
-    encoder_cost: CostModel | None = None,
+    media_costs: Mapping[str, CostModel] | None = None,
     encoder_budget: int = ENCODER_BUDGET,
     microbatches: Batches | None = None,
 ) -> StepPlan:
@@ -100,7 +100,7 @@ def plan_on(
         samples: ``[n]`` indices into the data set.
         token_budget: the most tokens of a microbatch.
         cost: by which microbatches are balanced.
-        encoder_cost: by which encoder batches are, see `plan_step`.
+        media_costs: by which batches of media items are, see `plan_step`.
         encoder_budget: the most patches of an encoder batch.
         microbatches: of a step that fills them; None packs as many as are needed.
 
@@ -115,7 +115,7 @@ def plan_on(
         token_budget=token_budget,
         encoder_budget=encoder_budget,
         cost=cost,
-        encoder_cost=encoder_cost,
+        media_costs=media_costs,
         sync_every=sync_every_of(members),
         microbatches=microbatches,
     )

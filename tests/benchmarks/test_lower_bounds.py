@@ -140,7 +140,7 @@ def test_no_simulated_step_is_shorter_than_the_bound(sizes, backbone_ranks, enco
         members_of(encoder_ranks, backbone_ranks),
         token_budget=TOKEN_BUDGET,
         cost=COST,
-        encoder_cost=encoder_cost if ordered_by_cost else None,
+        media_costs={"encoder": encoder_cost} if ordered_by_cost else None,
     )
     costs, encoder = COST.of_each(sizes.tokens), np.zeros(len(sizes))
     np.add.at(encoder, sizes.media_sample, encoder_cost.of_each(sizes.media_patches))

@@ -64,4 +64,5 @@ def test_batches_are_balanced_by_what_they_take(layout):
     for tokens in ([8192], [1000] * 8, [300, 5000]):
         lengths = np.array(tokens)
         assert packing.cost.of_set(lengths) == pytest.approx(sum(costs.batch("backbone", lengths)), rel=0.05)
-        assert packing.encoder_cost.of_set(lengths) == pytest.approx(sum(costs.batch("encoder", lengths)), rel=0.1)
+        encoding = packing.media_costs["encoder"].of_set(lengths)
+        assert encoding == pytest.approx(sum(costs.batch("encoder", lengths)), rel=0.1)

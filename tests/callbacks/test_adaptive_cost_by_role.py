@@ -86,9 +86,8 @@ def test_each_role_that_takes_media_gets_a_cost_of_its_own(tmp_path: Path, hears
     first, *others = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3))
     assert all(other == first for other in others)
     last = first["changes"][-1]
-    assert set(last["role_costs"]) == ({"encoder_image", "encoder_audio"} if hears else {"generator"})
-    assert (last["encoder_cost"] is None) == hears
-    cost = CostModel(**last["role_costs"][slow])
+    assert set(last["media_costs"]) == ({"encoder_image", "encoder_audio"} if hears else {"encoder", "generator"})
+    cost = CostModel(**last["media_costs"][slow])
     lengths = np.array([4.0, 16.0, 64.0])
     assert all(cost.of_set(lengths[n : n + 1]) >= 0.3 * SLOW * lengths[n] for n in range(3))
     (file,) = folder.rglob("cost_changes.json")
@@ -117,5 +116,5 @@ def test_a_role_is_dealt_by_its_own_cost() -> None:
 
     steep = CostModel(0.0, 1.0, 0.0)
     assert beside_the_large() == {"encoder": 2, "generator": 2}
-    assert beside_the_large(role_costs={"generator": steep}) == {"encoder": 2, "generator": 1}
-    assert beside_the_large(encoder_cost=steep) == {"encoder": 1, "generator": 2}
+    assert beside_the_large(media_costs={"generator": steep}) == {"encoder": 2, "generator": 1}
+    assert beside_the_large(media_costs={"encoder": steep}) == {"encoder": 1, "generator": 2}

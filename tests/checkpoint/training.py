@@ -144,7 +144,7 @@ def write_data(folder: Path) -> None:
 
 
 def make_data(folder: str, *, much_to_encode: bool = False) -> Any:
-    packing = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0)) if much_to_encode else PackingConfig()
+    packing = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)}) if much_to_encode else PackingConfig()
     return tiny_data(Path(folder), global_batch_size=4, packing=packing)
 
 

@@ -76,9 +76,9 @@ def test_a_checkpoint_that_is_validated_does_not_move_later_training(file, tmp_p
 
 
 def test_cost_models_that_are_not_set_come_back_from_the_checkpoint(file, tmp_path):
-    cost, encoder_cost = CostModel(1.0, 0.5, 0.25), CostModel(0.1, 0.0, 0.0)
+    cost, media_costs = CostModel(1.0, 0.5, 0.25), {"encoder": CostModel(0.1, 0.0, 0.0)}
     settings = {"max_steps": 2}
-    given = data_module(file, cost=cost, encoder_cost=encoder_cost)
+    given = data_module(file, cost=cost, media_costs=media_costs)
     trained(tmp_path, given, callbacks=[SaveAlways(tmp_path)], **settings)
     for later, expected in (({}, cost), ({"cost": CostModel(2.0, 0.0, 0.0)}, CostModel(2.0, 0.0, 0.0))):
         data = data_module(file, **later)
@@ -86,7 +86,7 @@ def test_cost_models_that_are_not_set_come_back_from_the_checkpoint(file, tmp_pa
         model = Recorder()
         model.on_train_start = lambda data=data, seen=seen: seen.append(data.trainer.train_dataloader.steps.packing)
         quiet_trainer(tmp_path, max_steps=3).fit(model, data, ckpt_path=tmp_path / "batch-2.ckpt", weights_only=True)
-        assert (seen[0].cost, seen[0].encoder_cost) == (expected, encoder_cost)
+        assert (seen[0].cost, seen[0].media_costs) == (expected, media_costs)
 
 
 def test_another_way_to_pack_the_same_samples_is_told(file, tmp_path, caplog):

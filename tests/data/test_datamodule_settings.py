@@ -8,7 +8,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from flowtrain_lightning.data import DataError, FlowDataModule, IndexConfig, PackingConfig, TokenSteps
-from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing import DEFAULT_COST, CostModel
+from flowtrain_lightning.packing.role_graph import graph_of
 from flowtrain_lightning.packing.sample_stream import StreamSettings
 from tests.data.support import IMAGES, TEMPLATE, Letters, Recorder, data_module, quiet_trainer
 
@@ -21,7 +22,7 @@ from tests.data.support import IMAGES, TEMPLATE, Letters, Recorder, data_module,
         (TokenSteps, {"microbatches": 2, "max_delay": -1}, "max_delay=-1; give a whole number of at least 0"),
         (PackingConfig, {"sync_every": "pipeline"}, "sync_every='pipeline'; give 'microbatch' or 'step' or None"),
         (PackingConfig, {"profile": "p.json", "cost": CostModel(1.0, 0.0, 0.0)}, "cost models, but cost was given as"),
-        (PackingConfig, {"profile": "p.json", "encoder_cost": CostModel(1.0, 0.0, 0.0)}, "but encoder_cost was given"),
+        (PackingConfig, {"profile": "p.json", "media_costs": {"encoder": DEFAULT_COST}}, "but media_costs was given"),
         (IndexConfig, {"too_long": "cut"}, "too_long='cut'; give 'error', 'drop' or 'truncate'"),
         (IndexConfig, {"unreadable": "skip"}, "unreadable='skip'; give 'error' or 'drop'"),
     ],
@@ -83,6 +84,18 @@ def test_a_rank_with_other_settings_than_rank_0_is_refused(file, tmp_path, chang
     trainer = quiet_trainer(tmp_path, strategy=SentByRankZero(first.sent))
     with pytest.raises(DataError, match=rf"Rank 0 has .*{words}"):
         trainer.fit(Recorder(), data_module(file))
+
+
+class Sees(Recorder):
+    role_graph = graph_of(("encoder", "backbone"))
+
+
+def test_a_cost_model_of_a_role_that_takes_no_media_is_refused(file, tmp_path):
+    for role in ("backbone", "vision"):
+        data = data_module(file, media_costs={role: DEFAULT_COST})
+        with pytest.raises(DataError, match=rf"names '{role}', but media go to 'encoder' in Sees\. Name one of these"):
+            quiet_trainer(tmp_path, max_steps=1).fit(Sees(), data)
+    quiet_trainer(tmp_path, max_steps=1).fit(Sees(), data_module(file, media_costs={"encoder": DEFAULT_COST}))
 
 
 def test_ranks_may_keep_their_indexes_in_folders_of_their_own(file, tmp_path):
@@ -157,11 +170,13 @@ def test_an_option_changes_one_setting_of_a_section(file, tmp_path):
         "--data.index.too_long",
         "drop",
         "--data.packing.pad_to_budget=true",
+        "--data.packing.media_costs={encoder: {linear: 2.0, quadratic: 0.0, constant: 0.0}}",
     ]
     data = configured(file, tmp_path, *options)
     assert data.token_steps == TokenSteps(4, balance_group=1, max_delay=4)
     assert (data.index.too_long, str(data.index.cache_dir)) == ("drop", f"{tmp_path}/cache")
-    assert data.packing == PackingConfig(CostModel(1.0, 0.5, 0.0), sync_every="microbatch", pad_to_budget=True)
+    costs = (CostModel(1.0, 0.5, 0.0), {"encoder": CostModel(2.0, 0.0, 0.0)})
+    assert data.packing == PackingConfig(*costs, sync_every="microbatch", pad_to_budget=True)
 
 
 class Mirrored:

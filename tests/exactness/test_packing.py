@@ -17,7 +17,7 @@ from tests.forks import Job, run_jobs
 
 COSTS = {
     "cost": {"linear": 1.0, "quadratic": 0.01, "constant": 0.0},
-    "encoder_cost": {"linear": 0.5, "quadratic": 0.0, "constant": 0.0},
+    "media_costs": {"encoder": {"linear": 0.5, "quadratic": 0.0, "constant": 0.0}},
 }
 PACKINGS: dict[str, dict[str, Any]] = {
     "samples": {"packing": {"sync_every": "microbatch", **COSTS}},

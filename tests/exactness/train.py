@@ -126,7 +126,8 @@ def train(
     """Trains ``STEPS`` steps, with ``settings`` of the data module, and writes ``rank<r>.pt`` into ``folder``."""
     recorder = Recorder()
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
-        settings = {"packing": {"encoder_cost": {"linear": 4.0, "quadratic": 0.0, "constant": 0.0}}, **(settings or {})}
+        much = {"encoder": {"linear": 4.0, "quadratic": 0.0, "constant": 0.0}}
+        settings = {"packing": {"media_costs": much}, **(settings or {})}
     trainer = trainer_for(
         layout,
         strategy=strategy,
@@ -149,7 +150,10 @@ def _typed(settings: dict[str, Any]) -> dict[str, Any]:
     if "token_steps" in typed:
         typed["token_steps"] = TokenSteps(**typed["token_steps"])
     if "packing" in typed:
-        models = ("cost", "encoder_cost")
-        packing = {name: CostModel(**value) if name in models else value for name, value in typed["packing"].items()}
+        packing = dict(typed["packing"])
+        if "cost" in packing:
+            packing["cost"] = CostModel(**packing["cost"])
+        if "media_costs" in packing:
+            packing["media_costs"] = {role: CostModel(**cost) for role, cost in packing["media_costs"].items()}
         typed["packing"] = PackingConfig(**packing)
     return typed

@@ -84,7 +84,7 @@ def train(
     if encoder_budget is not None:
         images["encoder_budget"] = encoder_budget
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
-        images["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
+        images["packing"] = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)})
     trainer = trainer_for(
         layout,
         strategy={**(strategy or {}), **({"roles": roles} if roles else {})},

@@ -36,7 +36,7 @@ def train(
     if store is not None:
         settings["keep_features"] = KeepFeatures(store)
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
-        settings["packing"] = PackingConfig(encoder_cost=CostModel(4.0, 0.0, 0.0))
+        settings["packing"] = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)})
     strategy = {} if context == 1 else {"roles": {"backbone": {"context": context}}}
     trainer = trainer_for(
         layout,

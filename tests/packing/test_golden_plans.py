@@ -38,8 +38,8 @@ def texts_and_pictures(count: int):
     [
         ({}, "00ab3875195151e9"),
         ({"sync_every": "step"}, "018e0670b5ada7a2"),
-        ({"encoder_cost": ENCODER_COST}, "a7b829b4e7081343"),
-        ({"encoder_cost": ENCODER_COST, "sync_every": "step"}, "bdf4dd1f90a6779b"),
+        ({"media_costs": {"encoder": ENCODER_COST}}, "a7b829b4e7081343"),
+        ({"media_costs": {"encoder": ENCODER_COST}, "sync_every": "step"}, "bdf4dd1f90a6779b"),
         ({"encoders": BACKBONE_RANKS, "local": True}, "0a65f779ac2165dd"),
         ({"colocated": ((0, 1), (1, 2))}, "ca4447fc7a03555e"),
     ],

@@ -34,7 +34,7 @@ def plan(sizes, backbones=2, encoders=2, *, local=False, colocated=(), **setting
 
 @given(sizes_strategy(), RANKS, RANKS, st.sampled_from((None, *SYNC_EVERY)))
 def test_every_sample_and_media_item_is_computed_once_within_the_budget(sizes, backbone_ranks, encoder_ranks, swaps):
-    swapping = {} if swaps is None else {"encoder_cost": CostModel(0.2, 0.0, 0.0), "sync_every": swaps}
+    swapping = {} if swaps is None else {"media_costs": {"encoder": CostModel(0.2, 0.0, 0.0)}, "sync_every": swaps}
     step = plan(sizes, backbone_ranks, encoder_ranks, **swapping)
     members = [microbatch for of_rank in step.microbatches for microbatch in of_rank]
     assert len(step.microbatches) == backbone_ranks
@@ -156,7 +156,7 @@ def mixed_step(encoder, backbone_ranks, encoder_ranks, sync_every="step", planne
     colocated = [(rank, rank) for rank in range(backbone_ranks)]
     planned = {"meets": {"backbone": meeting_of(backbone_ranks)}} if planned_so else {}
     members = members_of(encoder_ranks, backbone_ranks, colocated=colocated, **planned)
-    costs = {"cost": cost, "encoder_cost": encoder_cost}
+    costs = {"cost": cost, "media_costs": {"encoder": encoder_cost}}
     found = plan_step(sizes, np.arange(200), members, token_budget=2048, sync_every=sync_every, **costs)
 
     ranks = {"backbone": [(rank,) for rank in range(backbone_ranks)], "encoder": [(r,) for r in range(encoder_ranks)]}
@@ -182,7 +182,8 @@ def test_with_a_fixed_order_ranks_that_only_encode_have_their_part_of_every_posi
 def test_work_of_mixed_ranks_beside_encoding_counts_once_where_tensor_ranks_share_it():
     sizes = make_sizes(*[(20, [20])] * 8)
     members = members_of(4, 1, colocated=((0, 0), (1, 0)))
-    found = plan_step(sizes, np.arange(8), members, token_budget=400, encoder_cost=CostModel(0.25, 0.0, 0.0))
+    costs = {"encoder": CostModel(0.25, 0.0, 0.0)}
+    found = plan_step(sizes, np.arange(8), members, token_budget=400, media_costs=costs)
     patches = [sum(int(sizes.media_patches[batch].sum()) for batch in of_rank) for of_rank in found.batches["encoder"]]
     assert patches[2] == patches[3] == sizes.media_patches.sum() / 2
 
@@ -220,7 +221,7 @@ def test_with_an_encoder_cost_the_step_is_shorter_at_no_cost_of_the_backbone(see
     cost = CostModel(1.0, 1 / 24576, 0.0)
     encoder_cost = CostModel(0.25, 0.0, 0.0)
     settings = {"cost": cost, "token_budget": 4096, "sync_every": sync_every}
-    ordered = plan(sizes, 4, 2, encoder_cost=encoder_cost, **settings)
+    ordered = plan(sizes, 4, 2, media_costs={"encoder": encoder_cost}, **settings)
     plain = plan(sizes, 4, 2, **settings)
     found, usual = (simulated(step, cost, encoder_cost, sync_every) for step in (ordered, plain))
     assert found.makespan < usual.makespan or found.makespan == pytest.approx(found.work)

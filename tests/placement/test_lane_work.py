@@ -87,7 +87,7 @@ def test_no_rank_is_ever_stuck(placement, encoder, backbone, trains, kept, sampl
     allocation, cost = allocation_of(placement, encoder, backbone), CostModel(1.0, 0.0, 0.0)
     draw = np.random.default_rng(seed)
     drawn = [draw_sizes(draw, samples) for _ in range(2)]
-    plans = [plan_on(allocation, sizes, np.arange(samples), 100, cost, cost) for sizes in drawn]
+    plans = [plan_on(allocation, sizes, np.arange(samples), 100, cost, {"encoder": cost}) for sizes in drawn]
     works, rules = lane_work(plans, allocation, EvenCosts(trains), kept)
     done = [(span.step, span.work, span.rank) for span in simulate_steps(works, rules).spans]
     assert len(done) == len(set(done))
@@ -109,7 +109,7 @@ def test_no_rank_is_ever_stuck(placement, encoder, backbone, trains, kept, sampl
 def test_a_shard_group_takes_as_long_for_an_encoder_batch_as_its_slowest_rank(layout, groups):
     sizes, cost = draw_sizes(np.random.default_rng(0), 16), CostModel(1.0, 0.0, 0.0)
     alone, met = (allocation_of("colocated", name, "whole copies") for name in ("whole copies", layout))
-    plan = plan_on(alone, sizes, np.arange(16), 100, cost, cost)
+    plan = plan_on(alone, sizes, np.arange(16), 100, cost, {"encoder": cost})
     apart, together = (lane_work([plan], one, EvenCosts(True), 4)[0][0]["encoder"] for one in (alone, met))
     assert len({batch.forward for of_rank in apart for batch in of_rank}) > 1
     for group in groups:

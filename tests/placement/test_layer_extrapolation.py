@@ -80,7 +80,7 @@ def test_what_a_layer_adds_counts_for_all_of_them(data, monkeypatch, build_first
         profile = profiled(module, data)
     assert not profile.whole
     for lengths in (np.array([40]), np.array([24, 24, 60])):
-        assert profile.encoder_cost.of_set(lengths) == pytest.approx(DEPTH * LAYER.of_set(lengths), rel=0.01)
+        assert profile.media_costs["encoder"].of_set(lengths) == pytest.approx(DEPTH * LAYER.of_set(lengths), rel=0.01)
     whole = DeepEncoder()
     assert profile.roles["encoder"].parameters == sum(weight.numel() for weight in whole.parameters())
 

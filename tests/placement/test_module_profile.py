@@ -38,7 +38,7 @@ def test_times_of_sizes_that_were_not_measured_are_predicted(lengths, emulated):
     lengths = np.array(lengths)
     assert lengths.sum() not in {item.tokens for role in emulated.roles.values() for item in role.measured}
     assert emulated.cost.of_set(lengths) == pytest.approx(BACKBONE_COST.of_set(lengths), rel=0.01)
-    assert emulated.encoder_cost.of_set(lengths) == pytest.approx(ENCODER_COST.of_set(lengths), rel=0.01)
+    assert emulated.media_costs["encoder"].of_set(lengths) == pytest.approx(ENCODER_COST.of_set(lengths), rel=0.01)
 
 
 def test_a_cost_model_explains_what_it_was_fitted_to(emulated):
@@ -71,7 +71,7 @@ def test_a_frozen_encoder_is_timed_forward_only(data):
 def test_without_media_the_encoder_costs_nothing(tmp_path):
     write_records(tmp_path, 16, images=False)
     profile = profiled(TinyVLM(), tiny_data(tmp_path))
-    assert profile.encoder_cost is None
+    assert profile.media_costs == {}
     assert profile.feature_bytes == 0
     assert profile.roles["encoder"].optimizer_seconds == 0
 

@@ -46,12 +46,12 @@ def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
 
 def test_a_profile_gives_the_data_module_its_costs():
     assert PROFILE.cost == COST
-    assert PROFILE.encoder_cost == CostModel(1.0, 0.0, 0.0)
+    assert PROFILE.media_costs == {"encoder": CostModel(1.0, 0.0, 0.0)}
 
 
 def test_there_is_no_cost_of_encoding_where_no_sample_had_media():
     nothing = replace(ENCODER, measured=())
-    assert replace(PROFILE, roles={"encoder": nothing, "backbone": BACKBONE}).encoder_cost is None
+    assert replace(PROFILE, roles={"encoder": nothing, "backbone": BACKBONE}).media_costs == {}
     assert nothing.error == 0
 
 

@@ -84,7 +84,7 @@ def test_every_half_is_measured_and_a_file_keeps_it(tmp_path: Path) -> None:
     assert [half.trains for half in found.roles.values()] == [True, False, True]
     assert all(half.measured and half.flops is not None for half in found.roles.values())
     assert found.roles["encoder_audio"].forward_share == 1.0
-    assert found.encoder_cost is None  # what an image costs says nothing of a sound
+    assert found.media_costs == {role: found.roles[role].cost for role in NAMES[:2]}
     write_profile(found, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == found
     data = profile_data(memory_data(), found, graph=GRAPH)

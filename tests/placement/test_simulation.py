@@ -36,7 +36,7 @@ def simulate(plans, allocation, profile, kept_batches):
 
 def plan(allocation, sizes, profile):
     samples = np.arange(len(sizes))
-    return plan_on(allocation, sizes, samples, 100, profile.cost, profile.encoder_cost)
+    return plan_on(allocation, sizes, samples, 100, profile.cost, profile.media_costs)
 
 
 def planned(allocation, profile, steps=4, samples=8, media=True, seed=0):
@@ -50,7 +50,7 @@ def planned(allocation, profile, steps=4, samples=8, media=True, seed=0):
 def test_a_step_is_planned_as_the_data_module_plans_it_on_these_ranks(allocation):
     profile, sizes = make_profile(0.01, 0.02), draw_sizes(np.random.default_rng(1), samples=20)
     ours = plan(allocation, sizes, profile)
-    config = StepPacking(100, profile.cost, profile.encoder_cost)
+    config = StepPacking(100, profile.cost, profile.media_costs)
     theirs = config.plan(sizes, np.arange(20), allocation.step_members())
     for batches, others in ((ours.batches[role], theirs.batches[role]) for role in allocation.roles):
         assert [[b.tolist() for b in rank] for rank in batches] == [[b.tolist() for b in rank] for rank in others]

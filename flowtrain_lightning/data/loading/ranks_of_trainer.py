@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
@@ -45,12 +45,26 @@ def warn_of_idle_ranks(steps: Steps, shard: RankShard) -> None:
         )
 
 
-def refuse_unlike_ranks(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
+def refuse_costs_of_others(trainer: L.Trainer, media_costs: Collection[str]) -> None:
+    """Raises a DataError where a cost model is that of a role which takes no media in the Trainer's module."""
+    graph = getattr(trainer.lightning_module, "role_graph", None)
+    if graph is None:
+        return
+    takers = (*graph.producers, *graph.behind)
+    if unknown := [role for role in media_costs if role not in takers]:
+        raise DataError(
+            f"PackingConfig(media_costs=...) names {unknown[0]!r}, but media go to {', '.join(map(repr, takers))} in "
+            f"{type(trainer.lightning_module).__name__}. Name one of these."
+        )
+
+
+def refuse_unlike_settings(trainer: L.Trainer, own: Mapping[str, str]) -> None:
     """Raises a DataError where a rank's settings are not those of rank 0, with which it would plan other steps."""
+    first = trainer.strategy.broadcast(own)
     unlike = [name for name in own if own[name] != first[name]]
     if unlike:
         here, there = (", ".join(f"{name}={of[name]}" for name in unlike) for of in (own, first))
         raise DataError(
-            f"Rank {rank} has FlowDataModule({here}), but rank 0 has {there}. All ranks plan the same steps from the "
-            "same settings: give the same values, and the same number to seed_everything, on every rank."
+            f"Rank {trainer.global_rank} has FlowDataModule({here}), but rank 0 has {there}. All ranks plan the same "
+            "steps from the same settings: give the same values, and the same number to seed_everything, on every rank."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,23 @@ class PackingConfig:
     Attributes:
         cost: what a packed set of sequences costs the backbone; None takes a checkpoint's, else ``DEFAULT_COST``. See
             :mod:`~flowtrain_lightning.packing.cost_model` for where to get one.
-        encoder_cost: what a set of media items costs the encoder, by their patches and in the unit of ``cost``; None
-            takes a checkpoint's, else balances by patches. Of several encoders it holds for each.
-        profile: a ``profile.json`` of ``flowtrain profile``, which brings both cost models.
+        media_costs: role -> what a set of its media items costs, by their patches and in the unit of ``cost``, such as
+            ``{"encoder": CostModel(...)}``; None takes a checkpoint's. A role that it lacks is balanced by patches.
+        profile: a ``profile.json`` of ``flowtrain profile``, which brings the cost models of all roles.
         sync_every: when backbone ranks wait for each other: ``"step"``, once a step, as replicas do that sum their
             gradients; ``"microbatch"``, at every microbatch, as those do that share weights. None follows the layout.
         pad_to_budget: fill every microbatch up to the token budget, for static shapes.
     """
 
     cost: CostModel | None = None
-    encoder_cost: CostModel | None = None
+    media_costs: Mapping[str, CostModel] | None = None
     profile: str | Path | None = None
     sync_every: SyncEvery | None = None
     pad_to_budget: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name, given in (("cost", self.cost), ("encoder_cost", self.encoder_cost)):
+        for name, given in (("cost", self.cost), ("media_costs", self.media_costs)):
             if given is not None and self.profile is not None:
                 raise ValueError(
                     f"profile={str(self.profile)!r} brings cost models, but {name} was given as well; leave one out."
@@ -56,12 +56,13 @@ class PackingConfig:
         """
         if self.profile is None:
             return self
-        cost, encoder_cost = _profiled_costs(Path(self.profile))
-        return replace(self, cost=cost, encoder_cost=encoder_cost, profile=None)
+        cost, media_costs = _profiled_costs(Path(self.profile))
+        return replace(self, cost=cost, media_costs=media_costs, profile=None)
 
     def in_effect(self, token_budget: int, encoder_budget: int = ENCODER_BUDGET) -> StepPacking:
         """The packing of a run that takes nothing from a checkpoint."""
-        return StepPacking(token_budget, self.cost or DEFAULT_COST, self.encoder_cost, self.sync_every, encoder_budget)
+        cost, media_costs = self.cost or DEFAULT_COST, self.media_costs or {}
+        return StepPacking(token_budget, cost, media_costs, self.sync_every, encoder_budget)
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,16 @@ class StepPacking:
     Attributes:
         token_budget: the most tokens of a microbatch.
         cost: what a packed set of sequences costs the backbone.
-        encoder_cost: what a set of media items costs the encoder; None balances by patches.
+        media_costs: role -> what a set of its media items costs; one that it lacks is balanced by patches.
         sync_every: when backbone ranks wait for each other; None follows the layout of the ranks.
         encoder_budget: the most patches of an encoder batch, save one of a single media item that has more.
-        role_costs: role -> what a set of its media items costs, where several roles take media.
     """
 
     token_budget: int
     cost: CostModel = DEFAULT_COST
-    encoder_cost: CostModel | None = None
+    media_costs: Mapping[str, CostModel] = field(default_factory=dict)
     sync_every: SyncEvery | None = None
     encoder_budget: int = ENCODER_BUDGET
-    role_costs: Mapping[str, CostModel] = field(default_factory=dict)
 
     def plan(
         self, sizes: SampleSizes, samples: IntArray, members: StepMembers, microbatches: Batches | None = None
@@ -102,8 +101,7 @@ class StepPacking:
             token_budget=self.token_budget,
             encoder_budget=self.encoder_budget,
             cost=self.cost,
-            encoder_cost=self.encoder_cost,
-            role_costs=self.role_costs,
+            media_costs=self.media_costs,
             sync_every=self.sync_every or sync_every_of(members),
             microbatches=microbatches,
         )
@@ -119,16 +117,16 @@ class StepPacking:
 
     def with_costs(self, change: CostChange) -> StepPacking:
         """This packing with other cost models."""
-        return replace(self, cost=change.cost, encoder_cost=change.encoder_cost, role_costs=change.role_costs)
+        return replace(self, cost=change.cost, media_costs=change.media_costs)
 
     def resumed_from(self, state: Mapping[str, Any], unset_settings: Set[str]) -> StepPacking:
         """This packing with a checkpoint's cost models, as far as the user has set none."""
-        cost, encoder_cost = self.cost, self.encoder_cost
+        cost, media_costs = self.cost, self.media_costs
         if "cost" in unset_settings:
             cost = CostModel(**state["cost"])
-        if "encoder_cost" in unset_settings:
-            encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
-        return replace(self, cost=cost, encoder_cost=encoder_cost)
+        if "media_costs" in unset_settings:
+            media_costs = _models(state["media_costs"])
+        return replace(self, cost=cost, media_costs=media_costs)
 
 
 @dataclass(frozen=True)
@@ -139,15 +137,13 @@ class CostChange:
         epoch: the epoch of that step.
         step: its number in the epoch; beyond the epoch's last, the next epoch begins with them.
         cost: what a packed set of sequences costs the backbone.
-        encoder_cost: what a set of media items costs the encoder; None balances by patches.
-        role_costs: role -> what a set of its media items costs, where several roles take media.
+        media_costs: role -> what a set of its media items costs; one that it lacks is balanced by patches.
     """
 
     epoch: int
     step: int
     cost: CostModel
-    encoder_cost: CostModel | None
-    role_costs: Mapping[str, CostModel] = field(default_factory=dict)
+    media_costs: Mapping[str, CostModel] = field(default_factory=dict)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -161,25 +157,24 @@ class CostChange:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> CostChange:
         """The change that was saved."""
-        encoder_cost = state["encoder_cost"] and CostModel(**state["encoder_cost"])
-        role_costs = {role: CostModel(**cost) for role, cost in state.get("role_costs", {}).items()}
-        return cls(state["epoch"], state["step"], CostModel(**state["cost"]), encoder_cost, role_costs)
+        return cls(state["epoch"], state["step"], CostModel(**state["cost"]), _models(state["media_costs"]))
 
 
-def _profiled_costs(path: Path) -> tuple[CostModel, CostModel | None]:
-    """The cost models of trunk and encoder that a profile holds.
+def _models(state: Mapping[str, Any]) -> dict[str, CostModel]:
+    return {role: CostModel(**model) for role, model in state.items()}
 
-    None for an encoder that was not measured, and for several: what media cost one says nothing of another.
-    """
+
+def _profiled_costs(path: Path) -> tuple[CostModel, dict[str, CostModel]]:
+    """The cost models of the trunk and of the other roles that a profile holds, as far as these were measured."""
     try:
-        roles = json.loads(path.read_text(encoding="utf-8"))["roles"]
-        *encoders, cost = (CostModel(**role["cost"]) for role in roles.values())
-        encoder_cost = encoders[0] if len(encoders) == 1 else CostModel(0.0, 0.0, 0.0)
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        models = _models({role: found["cost"] for role, found in profile["roles"].items()})
+        *_, trunk = (role for role in models if role not in profile["behind"])
     except OSError as error:
         raise DataError(f"The profile {path} cannot be read: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"{path} holds no cost models, as a profile does; write one with `flowtrain profile`."
         ) from error
-    # An encoder that no sample needed was not measured.
-    return cost, encoder_cost if encoder_cost != CostModel(0.0, 0.0, 0.0) else None
+    # A role that no sample needed was not measured.
+    return models[trunk], {role: model for role, model in models.items() if role != trunk and any(astuple(model))}

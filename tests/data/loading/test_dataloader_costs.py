@@ -28,7 +28,7 @@ def test_costs_change_in_the_step_that_was_named_and_not_before(uneven, workers)
     attentive = packed(uneven(cost=ATTENTION))
     assert all(one != other for one, other in zip(plain, attentive, strict=True))
     loader = uneven(cost=CostModel(1.0, 0.0, 0.0), num_workers=workers)
-    loader.change_costs(CostChange(0, 1, ATTENTION, None))
+    loader.change_costs(CostChange(0, 1, ATTENTION))
     assert packed(loader) == [plain[0], attentive[1]]
     assert named(loader) == named(uneven())
     later = uneven(num_workers=workers)
@@ -44,10 +44,10 @@ def test_a_change_that_comes_too_late_is_refused(loader_of, workers):
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(ValueError, match="step 0 of epoch 0, but what holds in step"):
-        loader.change_costs(CostChange(0, 0, ATTENTION, None))
-    loader.change_costs(CostChange(0, 2 + loader.planned_ahead, ATTENTION, None))
+        loader.change_costs(CostChange(0, 0, ATTENTION))
+    loader.change_costs(CostChange(0, 2 + loader.planned_ahead, ATTENTION))
     with pytest.raises(ValueError, match="name a later step"):
-        loader.change_costs(CostChange(0, 1 + loader.planned_ahead, ATTENTION, None))
+        loader.change_costs(CostChange(0, 1 + loader.planned_ahead, ATTENTION))
 
 
 def test_a_state_keeps_the_changes_that_still_matter(loader_of):
@@ -55,9 +55,9 @@ def test_a_state_keeps_the_changes_that_still_matter(loader_of):
     costs = [CostModel(float(number), 1.0, 0.0) for number in range(4)]
     read(loader)
     for number, position in enumerate([(1, 0), (1, 1), (1, 3)]):
-        loader.change_costs(CostChange(*position, costs[number], None))
+        loader.change_costs(CostChange(*position, costs[number]))
     read(loader, epoch=1)
-    loader.change_costs(CostChange(2, 2, costs[3], costs[0]))
+    loader.change_costs(CostChange(2, 2, costs[3], {"encoder": costs[0]}))
     state = json.loads(json.dumps(loader.state_dict()))
     assert [(change["epoch"], change["step"]) for change in state["changes"]] == [(1, 3), (2, 2)]
     second = loader_of()
