@@ -33,7 +33,14 @@ from benchmarks.launch import machine
 from benchmarks.modules import ROOT, TOKENIZER
 from benchmarks.report import machine_line, table, write_results
 from benchmarks.slow_media import write_clips, write_pictures
-from flowtrain_lightning.data import FlowDataModule, ImageProcessor, IndexConfig, StepBatch, VideoProcessor
+from flowtrain_lightning.data import (
+    ChatTemplate,
+    FlowDataModule,
+    ImageProcessor,
+    IndexConfig,
+    StepBatch,
+    VideoProcessor,
+)
 
 SAMPLES = 4
 """Of a step, each with one picture or one clip."""
@@ -145,6 +152,7 @@ def start(name: str, file: Path) -> Loader:
     data = FlowDataModule(
         file,
         tokenizer=TOKENIZER,
+        template=ChatTemplate(video_token="<|image_pad|>"),
         images=ImageProcessor(max_pixels=512 * 512),
         videos=VideoProcessor(max_pixels=128 * 28 * 28),
         token_budget=4096,

@@ -147,6 +147,9 @@ class _Joined(NamedTuple):
     kind: str = ""
 
 
+_TOLD = {"image": "images", "video": "videos", "audio": "audio"}
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The format in which a conversation is written for the backbone. The defaults are Qwen's.
@@ -160,8 +163,9 @@ class ChatTemplate:
         between: follows the end of every turn.
         begin: begins every sequence.
         image_token: stands for one row of features of an image; must be one token of the vocabulary.
-        before_image: precedes an image's tokens.
-        after_image: follows an image's tokens.
+        video_token: stands for one row of features of a video; must be one token of the vocabulary, if there are any.
+        before_image: precedes the tokens of an image or a video.
+        after_image: follows the tokens of an image or a video.
         audio_token: stands for one row of features of audio; must be one token of the vocabulary, if there is audio.
         before_audio: precedes a clip's tokens.
         after_audio: follows a clip's tokens.
@@ -174,6 +178,7 @@ class ChatTemplate:
     between: str = "\n"
     begin: str = ""
     image_token: str = "<|image_pad|>"
+    video_token: str = "<|video_pad|>"
     before_image: str = "<|vision_start|>"
     after_image: str = "<|vision_end|>"
     audio_token: str = "<|audio_pad|>"
@@ -215,8 +220,7 @@ class ChatTemplate:
             elif len(starts) == len(rows):
                 break
             else:
-                token = self.audio_id(tokenizer) if piece.kind == "audio" else self.image_id(tokenizer)
-                added = [token] * int(rows[len(starts)])
+                added = [self._media_id(piece.kind, tokenizer)] * int(rows[len(starts)])
                 starts.append(len(ids))
             ids += added
             learned += [piece.learned] * len(added)
@@ -259,11 +263,6 @@ class ChatTemplate:
         return self.headers[role]
 
     def _refuse_unwritten(self, record: Record) -> None:
-        if record.videos:
-            raise DataError(
-                f"{record.where}: it has a video, which ChatTemplate cannot write; give the template of a model that "
-                "takes videos: FlowDataModule(template=...)."
-            )
         unwritten = sorted({name for turn in record.turns for name in turn.others} | record.others.keys())
         if unwritten:
             raise DataError(
@@ -278,7 +277,9 @@ class ChatTemplate:
 
     def media_tokens(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The tokens that stand for rows of features, and their ids; empty where the vocabulary has none."""
-        found = {token: tokenizer.token_to_id(token) for token in (self.image_token, self.audio_token)}
+        found = {
+            token: tokenizer.token_to_id(token) for token in (self.image_token, self.video_token, self.audio_token)
+        }
         return {token: number for token, number in found.items() if number is not None}
 
     def image_id(self, tokenizer: Tokenizer) -> int:
@@ -287,25 +288,17 @@ class ChatTemplate:
         Raises:
             ValueError: the vocabulary does not have it.
         """
-        return _id_of(self.image_token, tokenizer, "images", "image_token")
+        return self._media_id("image", tokenizer)
 
-    def audio_id(self, tokenizer: Tokenizer) -> int:
-        """The id of ``audio_token``.
-
-        Raises:
-            ValueError: the vocabulary does not have it.
-        """
-        return _id_of(self.audio_token, tokenizer, "audio", "audio_token")
-
-
-def _id_of(token: str, tokenizer: Tokenizer, kind: str, setting: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        raise ValueError(
-            f"The tokenizer's vocabulary has no token {token!r}, which stands for features of {kind}; add it as a "
-            f"special token, or name another in ChatTemplate({setting}=...)."
-        )
-    return found
+    def _media_id(self, kind: str, tokenizer: Tokenizer) -> int:
+        token = {"image": self.image_token, "video": self.video_token, "audio": self.audio_token}[kind]
+        found = tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(
+                f"The tokenizer's vocabulary has no token {token!r}, which stands for features of {_TOLD[kind]}; add "
+                f"it as a special token, or name another in ChatTemplate({kind}_token=...)."
+            )
+        return found
 
 
 def _joined(pieces: Iterator[_Piece]) -> Iterator[_Joined]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data import AudioProcessor, ChatTemplate, FlowDataModule, VideoProcessor
+from flowtrain_lightning.data import AudioProcessor, FlowDataModule, VideoProcessor
 from flowtrain_lightning.data.media.audio_files import decode_samples, read_audio_header
 from flowtrain_lightning.data.media.audio_header import AudioError
 from flowtrain_lightning.data.media.media_files import AudioFile
@@ -67,23 +66,13 @@ def test_a_cut_video_has_no_sound(tmp_path: Path):
         read_audio_header(AudioFile(path))
 
 
-@dataclass(frozen=True)
-class WritesVideos(ChatTemplate):
-    """Writes a video as an image stands."""
-
-    def sequence(self, record: Any, *arguments: Any, **options: Any) -> Any:
-        turns = tuple(replace(turn, text=turn.text.replace("<video>", "<image>")) for turn in record.turns)
-        still = tuple(item if isinstance(item, AudioFile) else item.file for item in record.media)
-        return super().sequence(replace(record, turns=turns, media=still), *arguments, **options)
-
-
 def test_a_video_and_its_sound_are_two_media_of_one_sample(tmp_path: Path):
     write_video(tmp_path / "a.mp4", *KINDS["a.mp4"])
     parts = [{"type": "video", "path": "a.mp4"}, {"type": "audio", "path": "a.mp4"}, {"type": "text", "text": "q"}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
     audio = AudioProcessor(sample_rate=8000, frame_samples=400, frames_per_row=4, max_seconds=2.0)
-    template = WritesVideos(**{**vars(TEMPLATE), "audio_token": "<S>"})
+    template = replace(TEMPLATE, video_token="<I>", audio_token="<S>")
     videos = VideoProcessor(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
     data = FlowDataModule(
         tmp_path / "d.jsonl",
