@@ -1,6 +1,6 @@
 """How much longer a step is than the work of its busiest lane, by the order of its microbatches. Costs are modelled.
 
-python -m benchmarks.flow [--samples 20000] [--seeds 3] [--out flow-benchmark]
+python -m benchmarks.flow [--samples 20000] [--seeds 3]      some minutes with numba, see `benchmarks.packing_data`
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from statistics import mean
 
 import numpy as np
 
+from benchmarks.launch import machine
 from benchmarks.lower_bounds import bounds_of
+from benchmarks.modules import ROOT
 from benchmarks.packing_data import TABLES, Lengths, load
-from benchmarks.report import table, write_results
+from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, pack_offline
@@ -39,13 +41,19 @@ HEAD = (
     "this project, accumulate",
 )
 
+_HEADING = """# The order in the step
+
+`flow_gap` in percent on the mix, {ranks} backbone ranks, mean over {seeds} shuffles of {samples:,} samples. *Load* is
+the work of an encoder rank over that of a backbone rank. *Poor first and last* is the order alone, without swaps;
+*accumulate* is with `sync_every="step"`, the other columns with `"microbatch"`."""
+
 
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("flow-benchmark"))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     options = parser.parse_args()
     mixes = [load("qwen", TABLES, options.samples, BUDGET, seed) for seed in range(options.seeds)]
     results = [
@@ -62,8 +70,10 @@ def main() -> None:
         ]
         for found in results
     ]
-    text = table(HEAD, lines)
-    write_results(options.out, "flow", {"results": results}, text)
+    where = machine()
+    heading = _HEADING.format(ranks=RANKS, seeds=options.seeds, samples=options.samples)
+    text = "\n\n".join([heading, table(HEAD, lines), machine_line(where)]) + "\n"
+    write_results(options.out, "flow", {"machine": where, "results": results}, text)
     print(text)
 
 

@@ -151,23 +151,32 @@ def dip(reached: Coefficients = FUSED) -> list[Prediction]:
     return found
 
 
-def hetpar(result: figures.HetParResult, reached: Coefficients = EXPOSED) -> tuple[float, float]:
-    """Seconds of a step in the homogeneous layout, and in the other one."""
+def hetpar(
+    result: figures.HetParResult, reached: Coefficients = EXPOSED, attention: float | None = None
+) -> tuple[float, float]:
+    """Seconds of a step in the homogeneous layout, and in the other one; see `hetpar_problems`."""
     again: Recompute = "full" if result.encoder in figures.RECOMPUTED else "none"
-    module = hetpar_problems(result, reached)
+    module = hetpar_problems(result, reached, attention=attention)
     before = _homogeneous(module, result.shared, again)
     if result.mode == "C":
         return before, _colocated(module, result, again)
     # Apart, an encoder rank encodes at once what the microbatches of one turn, on all backbone ranks, ask of it.
     turn = max(1, result.backbone_layout.data // result.encoder_layout.data)
-    return before, _apart(hetpar_problems(result, reached, turn), result, again)
+    return before, _apart(hetpar_problems(result, reached, turn, attention), result, again)
 
 
 def hetpar_problems(
-    result: figures.HetParResult, reached: Coefficients, encoded: int | None = None
+    result: figures.HetParResult, reached: Coefficients, encoded: int | None = None, attention: float | None = None
 ) -> dict[str, RoleProblem]:
-    """The two roles of a result; an encoder batch has the pictures of one sample, or of ``encoded``."""
-    return problems(
+    """The two roles of a result.
+
+    Args:
+        result: one of the paper's.
+        reached: what training sustains of a device's shares of its peaks.
+        encoded: an encoder batch has the pictures of so many samples; None: of one.
+        attention: the share of the peak that the backbone's attention reaches; None is as ``reached`` has it.
+    """
+    module = problems(
         figures.ENCODERS[result.encoder],
         figures.LANGUAGE_MODELS[result.backbone],
         "h100",
@@ -179,6 +188,10 @@ def hetpar_problems(
         encoded=encoded,
         reached=reached,
     )
+    if attention is not None:
+        reads = module[BACKBONE]
+        module[BACKBONE] = replace(reads, efficiency=replace(reads.efficiency, attention=attention))
+    return module
 
 
 def _homogeneous(module: dict[str, RoleProblem], layout: Layout, again: Recompute) -> float:
@@ -210,11 +223,13 @@ def _of_a_batch(time: RoleTime) -> float:
     return float(((time.forward + time.backward + time.exchange) / time.microbatches)[0])
 
 
-def compare_hetpar(reached: Coefficients = EXPOSED) -> tuple[list[Prediction], list[Sign]]:
-    """Step times and signs of all figures."""
+def compare_hetpar(
+    reached: Coefficients = EXPOSED, attention: float | None = None
+) -> tuple[list[Prediction], list[Sign]]:
+    """Step times and signs of all figures; see `hetpar_problems`."""
     predictions, signs = [], []
     for result in figures.hetpar_results():
-        before, after = hetpar(result, reached)
+        before, after = hetpar(result, reached, attention)
         name = f"{result.encoder}+{result.backbone}, {result.context // 1024}K, {100 * result.vision:g} % vision"
         if result.after:
             predictions.append(Prediction("HetPar", f"{name}, H", result.before, before))

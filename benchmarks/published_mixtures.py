@@ -31,12 +31,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.attention_kernels import cudnn_share
 from benchmarks.report import table
 from flowtrain_lightning.allocator import BACKBONE, PRECISIONS, Cluster, Layout, RoleProblem, named_device
 from flowtrain_lightning.allocator.coefficients import assumed_efficiency
 from flowtrain_lightning.allocator.dimensions import backbone
-from flowtrain_lightning.allocator.flops import FLASH_BACKWARD
-from flowtrain_lightning.allocator.kernels import ATTENTION_RAMP
 from flowtrain_lightning.allocator.role_layout import Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import batches, role_time
@@ -56,14 +55,6 @@ MODELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "gpt-oss-120b": (36, 128, 4, 2880, {**_GPT_OSS, "full_layers": 18}),
 }
 """Model -> dimensions (``config.json`` on Hugging Face)."""
-
-CUDNN_ATTENTION = {64: (408e12, 363e12, 417e12), 128: (609e12, 518e12, 499e12)}
-"""Size of a head -> FLOP/s of cuDNN's fused attention on an H100 with sequences of 4,096: forward, forward where a
-token sees those before it alone, backward (printed in arXiv 2407.08608, figures 5 and 6): all these sources take it
-where they can."""
-
-_MEASURED_WITH = 4096
-"""Tokens of a sequence there."""
 
 _MEGATRON = PRECISIONS["bf16-master"]
 _FUSED_FLOAT8, _UNFUSED_FLOAT8 = replace(_MEGATRON, products=1), PRECISIONS["transformer-engine"]
@@ -135,7 +126,7 @@ def _row(row: dict[str, str]) -> PublishedMixture:
         np.array([number["seq"]]), number["batch"], budget, 1, forwards=number["batch"] // number["microbatch"]
     )
     device = named_device(row["device"])
-    efficiency = replace(assumed_efficiency(device), attention=attention_share(half.layers[0].head_size))
+    efficiency = replace(assumed_efficiency(device), attention=cudnn_share(half.layers[0].head_size))
     cluster = Cluster(device, number["gpus"], device.per_node)
     is_fused = row["release"] >= _FUSED_SINCE and device.name in ("b200", "gb200")
     precision = _MEGATRON if row["precision"] == "bf16" else _FUSED_FLOAT8 if is_fused else _UNFUSED_FLOAT8
@@ -157,16 +148,6 @@ def _row(row: dict[str, str]) -> PublishedMixture:
         family=family_of(layout, again),
         chunks=number["chunks"],
     )
-
-
-def attention_share(head_size: int) -> float:
-    """Share of an H100's peak that cuDNN's causal attention reaches over long sequences, forward and backward together.
-
-    The backward is assumed to be slowed by the mask as the forward is, and Blackwell to reach the same share.
-    """
-    whole, forward, backward = CUDNN_ATTENTION[head_size]
-    rate = (1 + FLASH_BACKWARD) / (1 / forward + FLASH_BACKWARD / (backward * forward / whole))
-    return rate / named_device("h100").peak * (_MEASURED_WITH + ATTENTION_RAMP) / _MEASURED_WITH
 
 
 def median_error(rows: Sequence[PublishedMixture]) -> float:

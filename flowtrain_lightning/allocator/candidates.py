@@ -168,6 +168,16 @@ class CandidateTable:
         mask = np.array([wanted(family) for family in self.families], dtype=bool)
         return self.select(mask[self.family]) if len(mask) else self
 
+    def of_layouts(self, wanted: Callable[[Layout], bool]) -> CandidateTable:
+        """The table of those whose kind of layout is wanted, asked with the most data ranks that a family has."""
+        mask = np.array([wanted(layout) for layout in self._largest], dtype=bool)
+        return self.select(mask[self.family]) if len(mask) else self
+
+    @cached_property
+    def _largest(self) -> tuple[Layout, ...]:
+        """Family by family the layout with the most data ranks: plans of every placement ask for them anew."""
+        return tuple(family.layout(-1) for family in self.families)
+
     def on(self, devices: float) -> CandidateTable:
         """The table of those that have so many devices."""
         return self.select(self.devices == devices)

@@ -83,7 +83,7 @@ class ModelledCosts:
         """
 
         def allowed(role: str) -> CandidateTable:
-            return self._table(role).of_families(lambda family: allows(role, family.layout(-1)))
+            return self._table(role).of_layouts(lambda layout: allows(role, layout))
 
         every = {role: allowed(role) for role in self.problems}
         if len(every) == 1:

@@ -113,7 +113,10 @@ class RoleLoad:
 
 
 ENCODER_BATCHES_IN_FLIGHT = 4
-"""Batches whose activations an encoder that trains keeps: the strategy's default for ``encoder_activations``."""
+"""Batches whose activations an encoder that trains keeps: the strategy's default for ``encoder_activations``.
+
+Ranks with both roles keep as many on several devices, since they encode ahead for each other; a lone one keeps fewest.
+"""
 
 
 def typical_workload(module: ModuleDescription, **settings: Any) -> Workload:

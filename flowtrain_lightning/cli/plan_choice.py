@@ -36,8 +36,8 @@ class Choices:
 
     Attributes:
         recommended: of the plans that training runs, or of all where it runs none.
-        faster: the best plan of all where it is faster and training does not run it yet. Nothing simulates it, so
-            it is taken to fall short of its model as the recommended one does.
+        faster: the fastest plan that training does not run yet, where it is faster. Nothing simulates it, so it is
+            taken to fall short of its model as the recommended one does.
     """
 
     recommended: PlacementChoice[ModelledPlan]
@@ -82,7 +82,8 @@ def choose_plans(
     both = [(before, as_loaded(after)) for before, after in kinds]
     recommended = choose_placement(_GivenPlans(tuple(after for _, after in both)))
     before = next(before for before, after in both if after is recommended.chosen)
-    return Choices(recommended, _faster(anyway.chosen, before, recommended.chosen, as_loaded))
+    others = [plan for plan in anyway.predictions if why_plan_cannot_run(plan, costs.problems) is not None]
+    return Choices(recommended, _faster(others, before, recommended.chosen, as_loaded))
 
 
 def _one_of_each_kind(
@@ -152,12 +153,16 @@ def can_run(role: str, layout: Layout, problems: Problems, placement: Placement 
 
 
 def _faster(
-    best: ModelledPlan,
+    others: Sequence[ModelledPlan],
     modelled: ModelledPlan,
     recommended: ModelledPlan,
     as_loaded: Callable[[ModelledPlan], ModelledPlan],
 ) -> ModelledPlan | None:
-    """The best plan of all, slowed as the recommended one is by being simulated; None where it is not faster."""
+    """The fastest of plans that do not run, slowed as the recommended one is by being simulated; None: it is no faster.
+
+    Those that run are not among them, whatever their models say: they were played, and lost.
+    """
+    best = min(others, key=lambda each: each.seconds, default=modelled)
     if best.seconds >= modelled.seconds:
         return None
     simulated = recommended.seconds / recommended.held_up

@@ -98,9 +98,7 @@ class PlanReport:
             lines = [f"Recommended: {plan.name} ({placed_in_words(plan)}){self._because()}."]
         if faster is not None and faster.seconds * (1 + choice.margin) < plan.seconds:
             gain = 100 * (plan.seconds / faster.seconds - 1)
-            runs = why_plan_cannot_run(faster, self.problems) is None
-            what = "Training runs, and nobody has simulated," if runs else "Training does not run yet"
-            lines.append(f"{what} what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
+            lines.append(f"Training does not run yet what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
         if (small := batch_warning(self.problems)) is not None:
             lines.append(small)
         if (slow := loading_warning(self._cores(self.shown) or 0.0, self.problems.cluster.device)) is not None:

@@ -99,9 +99,9 @@ class Pool:
             network: how entries pass between hosts, equal on all ranks.
             device: device memory in which entries of tensors on this device lie as long as they fit; given by all ranks
                 of a host or by none. Host memory is taken and reserved for them all the same.
-            runtime: the device on which this rank computes. Host memory is pinned for it, the own segment and those of
-                ranks with which it shares no device memory; and nobody waits for copies between them: an entry is
-                published, and given back, when its copy is done, which `poll` finds out.
+            runtime: the device on which this rank computes. Host memory is pinned for it: the own segment, whole, since
+                what finds no room on the device goes through it; and those of ranks with which it shares no device
+                memory. Nobody waits for such copies: entries are published, and given back, as `poll` finds them done.
 
         Raises:
             PeerFailed: when a peer ends meanwhile.

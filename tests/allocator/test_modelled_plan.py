@@ -51,6 +51,8 @@ SPLIT = {"tensor": 2, "pipeline": 2}
         ({**LANGUAGE, **SPLIT, "device": "b200", "precision": "transformer-engine"}, 0.30),
         ({**LANGUAGE, "model": "qwen3-vl-30b-a3b"}, 0.30),
         ({**SPLIT, "device": "b200"}, 0.45),
+        ({**SPLIT, "device": "b200", "model": "qwen3-vl-30b-a3b", "precision": "transformer-engine"}, 0.45),
+        ({"separate": True, "device": "b200", "model": "qwen3-vl-30b-a3b"}, 0.45),
     ],
 )
 def test_half_of_a_band_is_at_most_30_percent_and_45_with_pictures(of, most):

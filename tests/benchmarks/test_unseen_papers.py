@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.unseen_papers import papers, report, share_in_bands
+from benchmarks.unseen_papers import own_attention, papers, report, share_in_bands
 from flowtrain_lightning.allocator.coefficients import COEFFICIENTS, PLANNED
 
 
@@ -21,6 +21,12 @@ def test_times_of_unseen_papers_are_within_15_percent_and_their_bias_within_10(f
         assert abs(np.median(errors)) < 0.10
 
 
+def test_with_the_attention_of_a_papers_own_code_its_times_are_nearer_and_off_to_neither_side(found):
+    as_planned, own = (np.array([one.error for one in times]) for times in (found["HetPar"], own_attention()))
+    assert np.median(np.abs(own)) < np.median(np.abs(as_planned))
+    assert abs(np.median(own)) < 0.02
+
+
 def test_bands_of_80_percent_hold_75_percent_of_a_paper_and_do_not_hold_all():
     assert 0.75 <= share_in_bands() <= 0.95
 
@@ -32,5 +38,5 @@ def test_attention_of_the_rows_is_slower_than_in_training_by_the_measured_factor
 @pytest.mark.full
 def test_the_report_has_a_line_for_each_paper(found):
     text = report(found)
-    for name in ("Optimus", "DIP", "HetPar", "all"):
+    for name in ("Optimus", "DIP", "HetPar", "all", "HetPar, its own attention"):
         assert f"| {name}" in text

@@ -10,6 +10,7 @@ import flowtrain_lightning as flow
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.drawing import Drawing, drawings, write_drawings
 from tests.exactness.hearing import memory_data, module_of
+from tests.exactness.mixture import Mixture
 from tests.exactness.modules import Deep, Divided
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
@@ -25,6 +26,7 @@ def train_on_plans(
     hears: bool = False,
     deep: bool = False,
     draws: bool = False,
+    mixes: bool = False,
 ) -> None:
     """Writes down on which allocation each plan has trained, and for how many steps.
 
@@ -37,8 +39,9 @@ def train_on_plans(
         hears: it has an encoder of audio beside that of images.
         deep: it has as many repeated blocks as stages may want.
         draws: it has a generator; its encoder, and all of its backbone but queries, are frozen.
+        mixes: its halves have mixtures of as many experts as there are ranks.
     """
-    kind: type[TinyVLM] = Divided if divides else Deep if deep else TinyVLM
+    kind: type[TinyVLM] = Divided if divides else Deep if deep else Mixture if mixes else TinyVLM
     if hears:
         kind = module_of(divided=divides)
     if draws:

@@ -68,6 +68,22 @@ def test_what_was_not_played_is_not_recommended_in_stages():
     assert not any(map(has_stages, choose_plans(costs).recommended.predictions))
 
 
+class SlowsWhatShares:
+    """Stands in for a simulator in whose eyes roles that share devices wait for two thirds of a step."""
+
+    def simulated(self, plans):
+        return [plan if plan.kind == "separate" else plan.slowed(3.0) for plan in plans]
+
+
+def test_a_plan_that_runs_and_lost_when_it_was_played_is_not_what_would_be_faster():
+    asked = question("qwen2.5-vl-7b", 8, 8, 64)
+    costs = ModelledCosts(asked.problems, SearchSpace(pipeline=(1,), context=(1,), shard=("replicate", "fsdp")))
+    assert choose_plans(costs).recommended.chosen.kind == "uniform"
+    chosen = choose_plans(costs, SlowsWhatShares())
+    assert chosen.recommended.chosen.kind == "separate"
+    assert chosen.faster is None
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
 def test_what_is_faster_if_every_layout_ran_is_faster_than_what_is_recommended(seed):
     draw, faster = np.random.default_rng(seed), 0

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from flowtrain_lightning.allocator import Allocation, Layout, ModelledCosts
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.cli import main
-from flowtrain_lightning.cli.plan_choice import choose_plans
+from flowtrain_lightning.cli.plan_choice import choose_plans, kinds_alike
 from flowtrain_lightning.placement.cluster_part import part_of
 from tests.allocator.problems import problems
 from tests.forks import Job, read_down, run_jobs
@@ -117,6 +117,18 @@ def test_plans_of_stages_train(tmp_path):
     train(list(paths.values()), tmp_path, deep=True)
 
 
+IN_SHARDS = ("--model", "qwen3-vl-30b-a3b", "--device", "b300", "--nodes", "2", "--precision", "bf16-true")
+
+
+@pytest.mark.full
+def test_a_plan_of_stages_whose_ranks_share_weights_trains(tmp_path):
+    write_plans(tmp_path, {"shards": (*IN_SHARDS, "--batch", "32")})
+    path = tmp_path / "shards-plan.yaml"
+    backbone = read_plan(path).layouts["backbone"]
+    assert (backbone.pipeline, backbone.shard) == (2, "fsdp")
+    train([path], tmp_path, deep=True)
+
+
 @pytest.mark.full
 def test_a_file_in_which_deepspeed_shards_the_roles_trains(tmp_path):
     pytest.importorskip("deepspeed")
@@ -189,17 +201,60 @@ def test_plans_of_models_that_draw_train_on_fewer_ranks(tmp_path, monkeypatch):
     train([tmp_path / f"{name}-part.yaml" for name in (*DRAWS, "apart")], tmp_path, divides=True, draws=True)
 
 
+def tabled(folder, model, **asked):
+    """Writes each plan that a printed table has, whichever is recommended; file -> its allocation."""
+    costs = ModelledCosts(problems(model, devices=RANKS, **asked))
+    found = {}
+    for plan, _ in kinds_alike(choose_plans(costs).recommended.predictions):
+        path = folder / f"{model}-{len(list(folder.glob('*.yaml')))}.yaml"
+        found[path] = plan.allocation(RANKS)
+        write_plan(found[path], path, f"{plan.name}, of a table")
+    return found
+
+
+FEW = {"precision": "bf16-true", "global_batch_size": RANKS}
+"""A sample a device: which tensor ranks share, of one half or of both."""
+
+
+@pytest.mark.full
+def test_every_plan_of_a_table_trains_also_where_halves_are_laid_out_unlike(tmp_path):
+    allocations = tabled(tmp_path, "qwen2.5-vl-3b", device="a100", **FEW)
+    allocations |= tabled(tmp_path, "smolvlm2-2.2b", precision="bf16-true", global_batch_size=2 * RANKS)
+    allocations |= tabled(tmp_path, "qwen2.5-vl-7b", frozen=("backbone",), global_batch_size=8 * RANKS)
+    assert {one.placement for one in allocations.values()} == {"separate", "colocated", "mixed"}
+    unlike = [one for one in allocations.values() if _kinds(one.layouts["encoder"]) != _kinds(one.layouts["backbone"])]
+    assert len(unlike) >= 4
+    train(list(allocations), tmp_path, divides=True)
+
+
+@pytest.mark.full
+def test_every_plan_of_a_table_with_two_encoders_trains(tmp_path):
+    allocations = tabled(tmp_path, "qwen2.5-omni-3b", device="h200", precision="bf16-true", global_batch_size=8 * RANKS)
+    allocations |= tabled(tmp_path, "qwen2.5-omni-3b", device="h200", frozen=("tower",), **FEW)
+    assert {one.placement for one in allocations.values()} == {"separate", "colocated", "mixed"}
+    assert any(one.layouts["backbone"].tensor > 1 for one in allocations.values() if one.placement == "separate")
+    train(list(allocations), tmp_path, divides=True, hears=True)
+
+
+@pytest.mark.full
+def test_plans_of_mixtures_of_experts_train(tmp_path):
+    asked = {"device": "b300", "precision": "bf16-true", "global_batch_size": 8 * RANKS}
+    allocations = tabled(tmp_path, "qwen3-vl-30b-a3b", **asked)
+    backbones = {one.layouts["backbone"] for one in allocations.values()}
+    assert Layout(RANKS, shard="fsdp", expert=RANKS) in backbones
+    train(list(allocations), tmp_path, mixes=True)
+
+
 def _kinds(layout):
     """How a role is divided, whatever its number of data ranks."""
     return layout.tensor, layout.context, layout.shard
 
 
-def train(paths, tmp_path, *, divides=False, hears=False, deep=False, draws=False, imports=None):
-    """Trains on every plan, and compares on what each rank says it has trained."""
+def train(paths, tmp_path, *, imports=None, **kind):
+    """Trains on every plan, and compares on what each rank says it has trained. Of a ``kind``, see `train_on_plans`."""
     write_records(tmp_path, 24)
     plans = [str(path) for path in paths]
-    arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, "divides": divides, "hears": hears}
-    arguments |= {"deep": deep, "draws": draws}
+    arguments = {"data": str(tmp_path), "plans": plans, "ranks": RANKS, **kind}
     job = Job("train", "tests.cli.running_plans:train_on_plans", RANKS, arguments, imports=imports)
     done = run_jobs(tmp_path, [job])["train"].check()
     for trained in read_down(done.folder):

@@ -76,7 +76,8 @@ def import_deepspeed() -> Any:
     """The package, set to compile nothing and to be quiet."""
     import deepspeed
 
-    # On a CPU it would compile an operation of its own for messages within a node.
+    # On a CPU it would compile an operation of its own for messages within a node. On a GPU it compiles its optimizers
+    # alone, of which none is used, so that nvcc may be missing: it says so when it is imported, and goes on.
     deepspeed.ops.__compatible_ops__ = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
     deepspeed.utils.logger.setLevel("WARNING")
     return deepspeed

@@ -1,0 +1,11 @@
+"""The one GPU on which training was measured took about as long as its plan says."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_beside_plan import read_runs
+
+
+def test_measured_steps_are_within_15_percent_of_the_plan_and_inside_its_band():
+    runs = read_runs()
+    assert [run.name for run in runs] == ["loop", "auto"]
+    assert all(abs(run.error) <= 0.15 and run.in_band for run in runs)
