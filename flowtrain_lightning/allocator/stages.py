@@ -55,7 +55,7 @@ def stage_of_problem(
         load=replace(problem.load, forwards=forwards),
         receives_gradient=problem.receives_gradient or any(each.trains for each in before),
     )
-    return own, replace(family, pipeline=1)
+    return own, replace(family, pipeline=1, schedule="1f1b")
 
 
 def weights_seconds(

@@ -55,7 +55,7 @@ STAGED: dict[str, tuple[int, dict[str, Any]]] = {
     "stages, zb-h1": (2, {"schedule": "zb-h1"}),
     "stages, zb-v": (2, {"schedule": "zb-v"}),
 }
-"""Ranks of two stages of the backbone, and how they are laid out, of a module of four blocks; beside an encoder rank."""
+"""Ranks of two stages of the backbone, and how they are laid out, of a module of four blocks; and an encoder rank."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "1+1": (2, {"encoder_ranks": 1}),
