@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 
+_WIDEST = 8
+"""Outputs for each input of a product up to which the gradient of its weight is made later. Of a head all gradients of
+logits would be kept till then, for which losses in chunks of tokens never have room."""
+
+
+def is_made_later(inputs: int, outputs: int) -> bool:
+    """Whether the gradient of a product's weight is left for the second part of a backward."""
+    return outputs <= _WIDEST * inputs
+
 
 def late_bytes(part: Layers, width: int, casts: bool = False) -> float:
     """Bytes per token that one layer keeps between both parts of its backward: inputs of products, and gradients.
@@ -25,7 +34,7 @@ def late_bytes(part: Layers, width: int, casts: bool = False) -> float:
 
 
 def late_bytes_outside(part: Part, width: int) -> float:
-    """The same of a product outside of layers, such as the head: most of it are gradients of logits."""
-    if not isinstance(part, Dense) or not part.trainable:
+    """The same of a product outside of layers, such as a projector."""
+    if not isinstance(part, Dense) or not part.trainable or not is_made_later(part.inputs, part.outputs):
         return 0.0
     return width * part.copies * part.per_token * (part.inputs + part.outputs)

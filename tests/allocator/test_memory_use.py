@@ -126,10 +126,13 @@ def test_between_both_parts_of_a_backward_a_layer_keeps_what_is_left_of_it(gated
     assert TOKENS * late_bytes(part, 4) == left_bytes(Layer(gated), x)
 
 
-def test_so_does_a_head_whose_gradients_of_logits_are_most_of_it():
+@pytest.mark.parametrize("outputs", [HIDDEN, 4000], ids=["a projector", "a head"])
+def test_so_does_a_product_outside_of_layers_but_no_head(outputs):
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    head = torch.nn.Sequential(torch.nn.Linear(HIDDEN, 4000, False), torch.nn.Tanh())
-    assert TOKENS * late_bytes_outside(Dense(HIDDEN, 4000), 4) == left_bytes(head, x)
+    product = torch.nn.Sequential(torch.nn.Linear(HIDDEN, outputs, False), torch.nn.Tanh())
+    kept = TOKENS * late_bytes_outside(Dense(HIDDEN, outputs), 4)
+    assert kept == left_bytes(product, x)
+    assert (kept == 0) == (outputs == 4000)
 
 
 def test_stages_that_split_their_backwards_keep_more_where_little_is_kept_for_whole_ones(backbone):
