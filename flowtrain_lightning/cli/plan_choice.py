@@ -149,8 +149,13 @@ def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
 
 
 def _with_split_backwards(plan: ModelledPlan, problems: Problems) -> Iterator[ModelledPlan]:
-    """A plan in stages, whose backwards are in two parts, where what is kept between these fits into memory."""
+    """A plan in stages, whose backwards are in two parts, where what is kept between these fits into memory.
+
+    None with experts, which have nearly all weights, and make the gradients of these with the first part.
+    """
     cluster = problems.cluster
+    if any(part.experts is not None for part in problems.of_trunk.half.layers):
+        return
     for schedule in _SPLIT:
         try:
             allocation = plan.allocation(cluster.per_node)
