@@ -4,7 +4,8 @@ python benchmarks/stages_beside_torch.py            five rounds of both: about f
 python benchmarks/stages_beside_torch.py --quick    one short round, to see that it runs
 
 Both train the same blocks by 1F1B over two processes of one thread each, torch by its point-to-point over gloo. Lengths
-are equal since it takes no others. A round is a run of each; ratios are medians over rounds.
+are equal since it takes no others. Ours loads its samples and runs under Lightning; torch has its tokens at hand. A
+round is a run of each; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Peak(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes what there is before the first step."""
-        self._before = resident_bytes()
+        self._before = forget_peak()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the difference."""
@@ -196,7 +197,7 @@ def train_torch(job: Job) -> None:
     stage = PipelineStage(part, rank, _STAGES, torch.device("cpu"))
     schedule = Schedule1F1B(stage, job.microbatches, loss_fn=summed_loss, scale_grads=False)
     drawn = torch.randint(VOCABULARY, (job.microbatches * tokens,))
-    before, ends = resident_bytes(), []
+    before, ends = forget_peak(), []
     for _ in range(1 + job.steps):
         optimizer.zero_grad()
         if rank == 0:
@@ -210,8 +211,9 @@ def train_torch(job: Job) -> None:
     dist.destroy_process_group()
 
 
-def resident_bytes() -> int:
-    """What this process holds now."""
+def forget_peak() -> int:
+    """What this process holds now, in bytes; what it has held before does not count any more."""
+    Path("/proc/self/clear_refs").write_text("5")
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -226,7 +228,13 @@ def measure(job: Job, train: Callable[[Job], None]) -> dict[str, float]:
     job.folder.mkdir()
     launch(train, job, _STAGES, job.folder, _DEADLINE)
     if train is train_ours:
-        ends = read_ranks(job.folder)[0]["ends"]
+        rank, tokens = read_ranks(job.folder)[0], int((job.data / "tokens").read_text())
+        held = rank["counts"]["microbatches"], rank["counts"]["tokens"]
+        count = job.steps * job.microbatches
+        assert held == (count, count * tokens), (
+            f"torch computes {count} microbatches of {tokens} tokens, but here {held}"
+        )
+        ends = rank["ends"]
     else:
         ends = [float(each) for each in (job.folder / "ends0").read_text().split()]
     steps = [after - before for before, after in pairwise(ends)]

@@ -20,6 +20,7 @@ from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, StepBatch
 from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
+from flowtrain_lightning.packing_check.needed_weights import NeededWeight
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
 from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
@@ -99,6 +100,7 @@ class FlowModule(HeldHalves, StepLogging):
         self._fingerprints = EncoderFingerprints(self)
         self._checked = False
         self.conditional_modules: tuple[str, ...] = ()  # which only some samples run, as the packing check found
+        self.needed_weights: tuple[NeededWeight, ...] = ()  # elsewhere than they stand, as it found
 
     # ---- what a user writes -------------------------------------------------------------------------------------
 

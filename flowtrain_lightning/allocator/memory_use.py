@@ -9,6 +9,7 @@ import numpy as np
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.division import Division, division, parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
+from flowtrain_lightning.allocator.late_bytes import late_bytes, late_bytes_outside
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
@@ -152,10 +153,44 @@ def _batch_bytes(
     logits = _logit_bytes(problem, family) * np.minimum(tokens, problem.load.loss_chunk or np.inf)
     features = in_flight * tokens * _feature_bytes(problem, family)
     more = np.maximum(logits - working, 0.0)
+    if family.schedule != "1f1b":
+        first, last = _bytes_of_split_stages(problem, family, tokens, in_flight * kept, in_flight)
+        at_first = first >= last + more
+        return np.where(at_first, first, last) + working, np.where(at_first, 0.0, more), features
     if family.pipeline == 1:
         return in_flight * kept + working, more, features
     at_first = (in_flight - 1) * kept >= more
     return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, more), features
+
+
+def _bytes_of_split_stages(
+    problem: RoleProblem, family: Family, tokens: FloatArray, kept: FloatArray, in_flight: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Activations of a pipeline's first and last stage where backwards are in two parts; in a V the first is both.
+
+    All stages have as many microbatches as the first one has. The first waits for backwards, and has activations of
+    all; the last waits for nobody, and has done the first part of nearly all, whose second part fills its time later.
+    In a V a stage may have as many of either.
+
+    Args:
+        problem: the role.
+        family: its layout.
+        tokens: of a microbatch.
+        kept: bytes of the activations of all microbatches of a stage.
+        in_flight: how many these are.
+    """
+    half, width = problem.half, problem.precision.computing
+    casts = problem.precision.copies > 0 and problem.precision.eager
+    layers = sum(part.count * late_bytes(part, width, casts) for part in half.layers) / family.pipeline
+    number = next(number for number, part in enumerate(half.parts) if isinstance(part, Layers))
+    before, behind = (
+        sum(late_bytes_outside(part, width) for part in parts) for parts in (half.parts[:number], half.parts[number:])
+    )
+    every = in_flight * tokens / family.context
+    if family.schedule == "zb-v":
+        both = np.maximum(kept, every * layers) + every * (before + behind)
+        return both, both
+    return np.maximum(kept, every * (layers + before)), every * (layers + behind)
 
 
 def _in_flight(problem: RoleProblem, family: Family, microbatches: FloatArray) -> FloatArray:

@@ -16,6 +16,7 @@ from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningE
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 from flowtrain_lightning.packing.bin_packing import best_fit
 from flowtrain_lightning.packing.role_graph import BACKBONE
+from flowtrain_lightning.packing.stage_schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Family:
             all of them.
         expert: data ranks among which a mixture's experts are divided.
         offload: what lies in the host's memory, beside what the precision says of it.
+        schedule: in which order stages work.
     """
 
     data: FloatArray
@@ -142,6 +144,7 @@ class Family:
     group: int | None = None
     expert: int = 1
     offload: Offload = "none"
+    schedule: Schedule = "1f1b"
 
     @property
     def replica(self) -> int:
@@ -192,7 +195,7 @@ class Family:
         """The layout with the ``number``-th data degree."""
         replicas = int(self.copies[number]) if self.group is not None else 1
         degrees = (int(self.data[number]), self.tensor, self.pipeline, self.context)
-        return Layout(*degrees, self.shard, replicas, self.expert)
+        return Layout(*degrees, self.shard, replicas, self.expert, schedule=self.schedule)
 
 
 def family_of(layout: Layout, recompute: Recompute = "none", offload: Offload = "none") -> Family:
@@ -200,7 +203,7 @@ def family_of(layout: Layout, recompute: Recompute = "none", offload: Offload = 
     data = np.array([float(layout.data)])
     group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
     degrees = (data, layout.tensor, layout.pipeline, layout.context)
-    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload)
+    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule)
 
 
 def experts_share(half: Half) -> float:

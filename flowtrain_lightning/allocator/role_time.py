@@ -15,6 +15,10 @@ from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 from flowtrain_lightning.allocator.sharing_time import sharing_time
 from flowtrain_lightning.allocator.stages import seconds_between_stages
 from flowtrain_lightning.packing.stage_microbatches import wanted_microbatches
+from flowtrain_lightning.packing.stage_schedule import Schedule
+
+_BUBBLE: dict[Schedule, float] = {"1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 4}
+"""Share of the bubble of 1F1B that a schedule leaves, of passes that are equally long."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ _PARTS = tuple(field.name for field in fields(RoleTime))[:-2]
 def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> RoleTime:
     """Time of a role's part of a step.
 
-    The pipeline is 1F1B: a step takes ``microbatches + (stages - 1) / interleave`` times the slowest stage (Narayanan
-    et al., arXiv 2104.04473, section 2.2).
+    In a pipeline of 1F1B a step takes ``microbatches + (stages - 1) / interleave`` times the slowest stage (Narayanan
+    et al., arXiv 2104.04473, section 2.2). Backwards in two parts fill most of what stages wait.
 
     Args:
         problem: the role.
@@ -95,7 +99,7 @@ def role_time(problem: RoleProblem, family: Family, interleave: int = 1) -> Role
         forward=microbatches * once.forward * scale,
         backward=microbatches * once.backward * scale,
         exchange=microbatches * (once.exchange * scale + between),
-        bubble=(family.pipeline - 1) / interleave * (stage + between),
+        bubble=_BUBBLE[family.schedule] * (family.pipeline - 1) / interleave * (stage + between),
         stragglers=busy * problem.efficiency.jitter * slowest_of(family.data * family.replica),
         sharding=microbatches * (sharing.forward + sharing.backward),
         reduction=sharing.end,

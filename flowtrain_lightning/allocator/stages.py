@@ -10,7 +10,8 @@ import numpy as np
 from flowtrain_lightning.allocator.collectives import ring
 from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.flops import FloatArray
-from flowtrain_lightning.allocator.module_parts import Layers, Part
+from flowtrain_lightning.allocator.late_bytes import is_made_later
+from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
@@ -55,7 +56,7 @@ def stage_of_problem(
         load=replace(problem.load, forwards=forwards),
         receives_gradient=problem.receives_gradient or any(each.trains for each in before),
     )
-    return own, replace(family, pipeline=1)
+    return own, replace(family, pipeline=1, schedule="1f1b")
 
 
 def weights_seconds(
@@ -70,9 +71,14 @@ def weights_seconds(
         tokens: ``[microbatches]`` of each.
         pairs: for every part with layers the ``[microbatches]`` attended pairs of a mean token.
     """
-    frozen = replace(problem.half, parts=tuple(replace(part, trainable=False) for part in problem.half.parts))
+    frozen = replace(problem.half, parts=tuple(map(_without_late_weights, problem.half.parts)))
     through = pass_time(replace(problem, half=frozen, receives_gradient=True), family, tokens, pairs)
     return np.maximum(once.backward - through.backward, 0.0)
+
+
+def _without_late_weights(part: Part) -> Part:
+    waits_for_none = isinstance(part, Dense) and not is_made_later(part.inputs, part.outputs)
+    return part if waits_for_none else replace(part, trainable=False)
 
 
 def seconds_between_stages(problem: RoleProblem, family: Family, tokens: FloatArray) -> FloatArray:

@@ -16,15 +16,21 @@ from flowtrain_lightning.allocator import (
     ModelledCosts,
     Placement,
     PlacementChoice,
+    PlanningError,
     choose_placement,
 )
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
+from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, given_plan
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
+from flowtrain_lightning.packing.stage_schedule import Schedule
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 _OF_STAGES: tuple[Placement, ...] = ("separate", "colocated")
 """Placements in which a backbone may have stages."""
+
+_SPLIT: tuple[Schedule, ...] = ("zb-h1", "zb-v")
+"""Orders of stages whose backwards are in two parts; tried with the layouts that are best with whole ones."""
 
 _RUN = ("bf16-mixed", "bf16-true", "32-true")
 """Precisions that can be planned for and run."""
@@ -91,13 +97,14 @@ def _one_of_each_kind(
 ) -> list[tuple[ModelledPlan, ModelledPlan]]:
     """Of plans as modelled and as played one of each kind: with stages where it is faster by more than the margin.
 
+    So are split backwards, beside whole ones.
     How long stages wait for each other only playing them tells: those that were not played are left out, if others run.
     """
     plain = {before.kind: (before, after) for before, after in plans if not has_stages(before)}
     staged = [(before, after) for before, after in plans if has_stages(before)]
     if any(after is not before for before, after in staged) or plain:
         staged = [(before, after) for before, after in staged if after is not before]
-    for before, after in sorted(staged, key=lambda each: -each[1].seconds):
+    for before, after in sorted(staged, key=lambda each: (_splits(each[0]), -each[1].seconds)):
         if before.kind not in plain or after.seconds * (1 + margin) < plain[before.kind][1].seconds:
             plain[before.kind] = (before, after)
     return list(plain.values())
@@ -129,7 +136,7 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
 
 
 def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
-    """The best plan of every number of stages of the backbone, separate and colocated."""
+    """The best plan of every number of stages of the backbone, separate and colocated; then with split backwards."""
     problems = costs.problems
     for stages in costs.space.pipeline:
         for placement in _OF_STAGES if stages > 1 else ():
@@ -137,12 +144,37 @@ def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
             def allows(role: str, layout: Layout, stages: int = stages, placement: Placement = placement) -> bool:
                 return can_run(role, layout, problems, placement, stages)
 
-            yield from costs.plans(allows, (placement,))
+            for plan in costs.plans(allows, (placement,)):
+                yield plan
+                yield from _with_split_backwards(plan, problems)
+
+
+def _with_split_backwards(plan: ModelledPlan, problems: Problems) -> Iterator[ModelledPlan]:
+    """A plan in stages, whose backwards are in two parts, where what is kept between these fits into memory.
+
+    None with experts, which have nearly all weights, and make the gradients of these with the first part.
+    """
+    cluster = problems.cluster
+    if any(part.experts is not None for part in problems.of_trunk.half.layers):
+        return
+    for schedule in _SPLIT:
+        try:
+            allocation = plan.allocation(cluster.per_node)
+            split = replace(allocation.layouts[problems.trunk], schedule=schedule)
+            found = given_plan(problems, replace(allocation, layouts={**allocation.layouts, problems.trunk: split}))
+        except PlanningError:  # it leaves devices out, or has too few layers for two runs of them in a stage
+            continue
+        if found.peak_bytes <= usable_bytes(cluster):
+            yield found
 
 
 def has_stages(plan: ModelledPlan) -> bool:
     """Whether a role of the plan has stages."""
     return any(one.layout.pipeline > 1 for one in plan.chosen.values())
+
+
+def _splits(plan: ModelledPlan) -> bool:
+    return any(one.layout.stages.splits for one in plan.chosen.values())
 
 
 def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated", stages: int = 1) -> bool:

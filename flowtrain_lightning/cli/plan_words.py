@@ -35,6 +35,11 @@ _AGAIN = {
     "full": "every layer is computed again in the backward",
 }
 
+_SPLIT = {
+    "zb-h1": "which make gradients of weights when they would wait (zb-h1)",
+    "zb-v": "the first with both ends, which make gradients of weights when they would wait (zb-v)",
+}
+
 _ON_HOST = {
     "none": "",
     "weights": "weights, gradients and optimizer states lie in the host's memory",
@@ -64,6 +69,7 @@ def _layout_in_words(layout: Layout) -> str:
         (layout.expert, "the experts among {} (expert)"),
     ]
     divided = [words.format(degree) for degree, words in shared if degree > 1]
+    divided += [_SPLIT[layout.schedule]] if layout.stages.splits else []
     copies = f"{counted(layout.data, 'group')} with samples of their own" if divided and layout.data > 1 else ""
     held = _HELD[layout.shard] if layout.ranks > 1 else "whole weights"
     if layout.replicas > 1:

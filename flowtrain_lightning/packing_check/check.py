@@ -30,6 +30,7 @@ from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
 from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
 from flowtrain_lightning.packing_check.machine import CPU, made_on, many_threads, memory_given_back
 from flowtrain_lightning.packing_check.media_parts import parts_finding
+from flowtrain_lightning.packing_check.needed_weights import NeededWeight, unlikely_needs
 from flowtrain_lightning.packing_check.passes import FeaturesOfItems, Pass, Passes
 from flowtrain_lightning.packing_check.random_draws import kept_random_states
 from flowtrain_lightning.packing_check.rounding import EXACT
@@ -55,6 +56,7 @@ class CheckReport:
         hints: sentences on what may be meant so.
         unproven: sentences on why no difference means nothing.
         conditional: paths of modules with weights that some samples run and others do not.
+        needed_weights: weights outside of the backbone's blocks that are needed elsewhere than where they stand.
         device: that computed.
         dtype: in which; float32 where the module takes no float64, with tolerances to match.
         seconds: that it took.
@@ -68,6 +70,7 @@ class CheckReport:
     hints: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
     conditional: list[str] = field(default_factory=list)
+    needed_weights: list[NeededWeight] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -145,6 +148,8 @@ def _report(
         _check_backbone(passes, range(len(samples.samples)), features, report)
         with suppress(Exception):  # they are told of where training meets them
             report.conditional = conditional_modules(passes, samples, features)
+        with suppress(Exception):
+            report.needed_weights = unlikely_needs(passes, features)
     report.seconds = time.perf_counter() - start
     return report
 

@@ -23,7 +23,8 @@ _NOT_THE_USERS = (str(Path(__file__).parents[1]), *site.getsitepackages())
 def check_before_fit(module: Any, trainer: L.Trainer, couples: Collection[str]) -> None:
     """Checks the module on rank 0, and refuses it on every rank alike. Every rank calls it.
 
-    What only some samples run is noted in the module, for layouts that cannot have that.
+    What only some samples run is noted in the module, and which weights are needed elsewhere than where they stand,
+    for layouts that cannot have that.
 
     Args:
         module: a `FlowModule`, before it is built or after.
@@ -38,8 +39,9 @@ def check_before_fit(module: Any, trainer: L.Trainer, couples: Collection[str]) 
         return
     found = _found(module, data, trainer) if trainer.global_rank == 0 else Result()
     told: list[tuple[Kind, str]] = [(each.kind, each.sentence) for each in found.findings]
-    told, conditional = trainer.strategy.broadcast((told, list(found.conditional)))
-    module.conditional_modules = tuple(conditional)
+    found_of_weights = list(found.conditional), list(found.needed_weights)
+    told, (conditional, needed) = trainer.strategy.broadcast((told, found_of_weights))
+    module.conditional_modules, module.needed_weights = tuple(conditional), tuple(needed)
     unnamed, named = divided([Finding(kind, sentence) for kind, sentence in told], couples)
     for finding in named:
         rank_zero_info(f"flowtrain: samples are coupled, as couples says. {finding.sentence}")
@@ -57,7 +59,7 @@ def _found(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Result:
         return Result()
     for reason in report.unproven:
         _tell_unproven(module, reason)
-    result = Result(tuple(report.findings), tuple(report.conditional))
+    result = Result(tuple(report.findings), tuple(report.conditional), tuple(report.needed_weights))
     if not report.unproven:  # else the next start would say nothing
         kept.write(result)
     _tell(report)

@@ -23,6 +23,7 @@ from flowtrain_lightning.data.sources.index import cache_folders, user_cache
 from flowtrain_lightning.data.sources.naming import is_stream
 from flowtrain_lightning.packing_check.detached_copy import detached_copy
 from flowtrain_lightning.packing_check.findings import Finding
+from flowtrain_lightning.packing_check.needed_weights import NeededWeight
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -33,10 +34,12 @@ class Result(NamedTuple):
     Attributes:
         findings: ways in which packing changes what the module learns.
         conditional: paths of modules that only some samples run.
+        needed_weights: weights that are needed elsewhere than where they stand.
     """
 
     findings: tuple[Finding, ...] = ()
     conditional: tuple[str, ...] = ()
+    needed_weights: tuple[NeededWeight, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,11 @@ class KeptResults:
         for file in self.files:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 kept = json.loads(file.read_text(encoding="utf-8"))
-                return Result(tuple(Finding(*each) for each in kept["findings"]), tuple(kept["conditional"]))
+                return Result(
+                    tuple(Finding(*each) for each in kept["findings"]),
+                    tuple(kept["conditional"]),
+                    tuple(NeededWeight(*each) for each in kept["needed_weights"]),
+                )
         return None
 
     def write(self, result: Result) -> None:
@@ -86,6 +93,7 @@ class KeptResults:
                         {
                             "findings": [[each.kind, each.sentence] for each in result.findings],
                             "conditional": result.conditional,
+                            "needed_weights": result.needed_weights,
                         }
                     ),
                     encoding="utf-8",

@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.stages.stage_cut import cut_half
 
 _CALLBACKS = {
     "AdaptCosts": "it measures whole microbatches, of which a rank computes a stage",
@@ -32,6 +33,7 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
     if layouts[trunk].pipeline == 1:
         return
     given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
+    _refuse_absent_weights(layouts[trunk], module, given)
     answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
     generates = trainer.state.fn == TrainerFn.PREDICTING or answers
     if generates and (chunks := layouts[trunk].stages.chunks) > 1:
@@ -70,6 +72,23 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
             "checkpointing), where it would take them for those of a later microbatch. Leave recompute=True out and "
             "give the layout recompute='full'."
         )
+
+
+def _refuse_absent_weights(layout: Layout, module: FlowModule, given: str) -> None:
+    """Raises where a stage needs a weight that it does not hold, as the packing check found."""
+    stages = range(layout.pipeline) if module.needed_weights else ()
+    cuts = [cut_half(module, module.role_graph.trunk, stage, layout.stages) for stage in stages]
+    for number, weight in module.needed_weights:
+        blocks = cuts[0].blocks
+        place = min(number, len(blocks) - 1) if number >= 0 else len(blocks) - 1
+        cut = next(cut for cut in cuts if any(place in chunk for chunk in cut.chunks))
+        if weight in cut.absent:
+            raise ValueError(
+                f"{given} {weight!r} is needed beside the hidden states at the block {blocks[place]!r}, whose stage "
+                f"{cut.stage} does not hold it. Let blocks take what those before them have computed, and else what "
+                "follows from tokens and features; register what runs before all blocks before them, and what runs "
+                "behind them behind them; or set pipeline to 1."
+            )
 
 
 def _own_generation(module: FlowModule) -> str:

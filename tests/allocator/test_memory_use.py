@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain_lightning.allocator.late_bytes import late_bytes, late_bytes_outside
 from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
-from flowtrain_lightning.allocator.module_parts import Layers
+from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.role_problem import Family
 from flowtrain_lightning.allocator.workload import LOSS_CHUNK
 from tests.allocator.problems import problems
@@ -20,6 +21,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from flowtrain_lightning.compute.cross_entropy import CHUNK  # noqa: E402
+from flowtrain_lightning.parallel.stages.late_weights import LateWeights  # noqa: E402
 
 TOKENS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE = 512, 256, 640, 4, 2, 64
 
@@ -103,6 +105,44 @@ def test_a_frozen_layer_that_passes_gradients_on_keeps_no_inputs_of_products():
     layer = Layer(False).requires_grad_(False)
     expected = activation_bytes(part, 4, "none", keeps=False)
     assert TOKENS * expected == pytest.approx(kept_bytes(layer, x), rel=0.03)
+
+
+def left_bytes(module, x):
+    """Bytes of what the first part of a backward leaves for the second one."""
+    late, left = LateWeights(), []
+    late.attach(module)
+    with late.for_later():
+        output = module(x)
+    with late.left_in(left):
+        output.sum().backward()
+    storages = {one.untyped_storage().data_ptr(): one for each in left for one in (each.inputs, each.gradients)}
+    return sum(one.numel() * one.element_size() for one in storages.values())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_between_both_parts_of_a_backward_a_layer_keeps_what_is_left_of_it(gated):
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    part = Layers(1, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, SIZE, gated=gated, causal=True, fused=True)
+    assert TOKENS * late_bytes(part, 4) == left_bytes(Layer(gated), x)
+
+
+@pytest.mark.parametrize("outputs", [HIDDEN, 4000], ids=["a projector", "a head"])
+def test_so_does_a_product_outside_of_layers_but_no_head(outputs):
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    product = torch.nn.Sequential(torch.nn.Linear(HIDDEN, outputs, False), torch.nn.Tanh())
+    kept = TOKENS * late_bytes_outside(Dense(HIDDEN, outputs), 4)
+    assert kept == left_bytes(product, x)
+    assert (kept == 0) == (outputs == 4000)
+
+
+def test_stages_that_split_their_backwards_keep_more_where_little_is_kept_for_whole_ones(backbone):
+    for recompute in ("none", "full"):
+        whole, split, in_a_v = (
+            total(backbone, pipeline=4, recompute=recompute, schedule=schedule)
+            for schedule in ("1f1b", "zb-h1", "zb-v")
+        )
+        assert whole <= split <= in_a_v
+        assert recompute == "none" or split > 1.2 * whole
 
 
 def total(problem, tokens=4096.0, microbatches=8.0, **degrees):

@@ -7,7 +7,7 @@ import torch
 
 from flowtrain_lightning.checkpoint import read_allocation, read_checkpoint
 from tests.checkpoint.conftest import seen_by
-from tests.checkpoint.training import LAYOUTS, SAVED_AT, SEARCHED, STEPS
+from tests.checkpoint.training import LAYOUTS, SAVED_AT, SEARCHED, STAGED, STEPS
 
 ASKED_AFTER = 4
 """The training step before a validation in which a run is asked to end."""
@@ -53,6 +53,7 @@ def assert_same_losses(straight, resumed, first=SAVED_AT + 1):
         pytest.param("dropout", "searched order", marks=pytest.mark.full),
         pytest.param("frozen", "1+2", marks=pytest.mark.full),
         pytest.param("sgd", "2+1", marks=pytest.mark.full),
+        *(pytest.param("four blocks", layout, marks=pytest.mark.full) for layout in STAGED),
     ],
 )
 def test_on_the_same_layout_a_resumed_run_equals_one_without_a_break_to_the_bit(runs, case, layout):
@@ -66,6 +67,15 @@ def test_on_the_same_layout_a_resumed_run_equals_one_without_a_break_to_the_bit(
         assert same(one["optimizer"], other["optimizer"])
         assert same(one["scheduler"], other["scheduler"])
         assert one["epoch"] == other["epoch"]
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_one_order_of_stages_in_another_and_whole(runs):
+    straight = runs.straight("four blocks", "stages, zb-v")
+    on_the_way = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "four blocks", "stages, virtual")
+    whole = runs.resumed(on_the_way / f"step{SAVED_AT + 2}.ckpt", "four blocks", "1+1", saves_at=SAVED_AT + 3)
+    for rank in range(2):
+        assert_same_losses(seen_by(straight), seen_by(whole, rank), first=SAVED_AT + 3)
 
 
 @pytest.mark.full

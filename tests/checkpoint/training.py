@@ -21,6 +21,7 @@ from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.packing import CostModel
 from tests.checkpoint.saving import MOMENTS, leave_room_for
+from tests.exactness.modules import FourDivided
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 STEPS_OF_AN_EPOCH = 5
@@ -33,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen": {"freeze_encoder": True, "optimizer": "sgd"},
     "sgd": {"optimizer": "sgd"},
     "adagrad": {"optimizer": "adagrad"},
+    "four blocks": {"dropout": 0.3},
 }
 """Arguments of the module."""
 
@@ -42,6 +44,18 @@ SEARCHED = Allocation(
     {"encoder": (0, 1), "backbone": (0, 1)},
     order="searched",
 )
+
+STAGED: dict[str, tuple[int, dict[str, Any]]] = {
+    "stages": (2, {}),
+    "stages of shards": (4, {"shard": "fsdp"}),
+    "stages of replicas": (8, {"shard": "fsdp", "replicas": 2}),
+    "stages, tensor": (4, {"tensor": 2}),
+    "stages, context": (4, {"context": 2}),
+    "stages, virtual": (2, {"virtual": 2}),
+    "stages, zb-h1": (2, {"schedule": "zb-h1"}),
+    "stages, zb-v": (2, {"schedule": "zb-v"}),
+}
+"""Ranks of two stages of the backbone, and how they are laid out, of a module of four blocks; and an encoder rank."""
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "1+1": (2, {"encoder_ranks": 1}),
@@ -54,6 +68,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "alone": (1, {"placement": "colocated"}),
     "auto": (1, None),
     "ddp": (2, None),
+    **{
+        name: (1 + ranks, {"encoder_ranks": 1, "roles": {"backbone": RoleLayout(pipeline=2, **more)}})
+        for name, (ranks, more) in STAGED.items()
+    },
 }
 """Number of processes, and arguments of the strategy (None: plain Lightning)."""
 
@@ -88,6 +106,14 @@ class TrainedVLM(TinyVLM):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"},
         }
+
+
+class DividedVLM(TrainedVLM, FourDivided):
+    """The same with a backbone of four blocks, which ranks can divide."""
+
+
+def make_module(case: str) -> TrainedVLM:
+    return (DividedVLM if case == "four blocks" else TrainedVLM)(**CASES[case])
 
 
 class Recorder(L.Callback):
@@ -177,7 +203,7 @@ def train(
     trainer = make_trainer(layout, [recorder], default_root_dir=folder)
     # On mixed ranks as much as makes all of them encode.
     data_module = make_data(data, much_to_encode=layout.startswith("mixed"))
-    trainer.fit(TrainedVLM(**CASES[case]), data_module, ckpt_path=resume)
+    trainer.fit(make_module(case), data_module, ckpt_path=resume)
     recorder.save(trainer)
     if saves:
         trainer.save_checkpoint(folder / "ended.ckpt")

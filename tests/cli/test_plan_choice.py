@@ -17,7 +17,14 @@ from flowtrain_lightning.allocator import (
     named_model,
     typical_workload,
 )
-from flowtrain_lightning.cli.plan_choice import choose_plans, has_stages, running_plans, why_plan_cannot_run
+from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.cli.plan_choice import (
+    choose_plans,
+    has_stages,
+    running_plans,
+    staged_plans,
+    why_plan_cannot_run,
+)
 from flowtrain_lightning.cli.plan_question import PlanQuestion
 from tests.allocator.problems import problems
 
@@ -56,6 +63,30 @@ def test_stages_are_recommended_where_links_are_slow_and_samples_few_and_they_ru
     assert has_stages(chosen)
     assert why_plan_cannot_run(chosen, asked.problems) is None
     assert chosen.seconds not in [plan.seconds for plan in asked.running], "as played, not as modelled"
+
+
+@pytest.mark.full
+def test_split_backwards_are_recommended_where_they_gain_a_tenth_and_fit():
+    asked = question("qwen2.5-vl-7b", 4, 1, 4, "h200")
+    chosen = asked.answer().recommended.chosen
+    assert chosen.chosen["backbone"].layout == Layout(1, pipeline=4, schedule="zb-h1")
+    played = asked.simulator.simulated(asked.running)
+    whole = [each for each in played if has_stages(each) and not each.chosen["backbone"].layout.stages.splits]
+    assert chosen.seconds * (1 + ModelledCosts.margin) < min(each.seconds for each in whole)
+
+
+def test_split_backwards_are_tried_where_they_fit_and_run_on_whole_copies_alone():
+    asked = question("qwen2.5-vl-7b", 4, 1, 4)
+    every = list(staged_plans(asked.costs))
+    split = [plan for plan in every if plan.chosen["backbone"].layout.stages.splits]
+    assert {plan.chosen["backbone"].layout.schedule for plan in split} == {"zb-h1", "zb-v"}
+    assert all(plan.peak_bytes <= usable_bytes(asked.cluster) for plan in split)
+    running = [plan for plan in split if why_plan_cannot_run(plan, asked.problems) is None]
+    assert running
+    for plan in running:
+        layout = plan.chosen["backbone"].layout
+        assert layout.shard == "replicate"
+        assert layout.schedule == "zb-h1" or plan.kind == "separate"
 
 
 def test_they_are_not_where_links_are_fast():

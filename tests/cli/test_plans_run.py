@@ -47,6 +47,7 @@ FAR = ("--device", "h100", "--nodes", str(RANKS), "--precision", "bf16-true")
 IN_STAGES = {
     "far": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "4"),
     "two": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "32"),
+    "split": ("--model", "qwen2.5-vl-7b", *FAR, "--device", "h200", "--batch", "4"),
 }
 """Plans in stages."""
 
@@ -113,7 +114,8 @@ def test_plans_of_stages_train(tmp_path):
     """Where devices have nodes of their own, so that weights and gradients would go over slow links."""
     write_plans(tmp_path, IN_STAGES)
     paths = {name: tmp_path / f"{name}-plan.yaml" for name in IN_STAGES}
-    assert [read_plan(path).layouts["backbone"].pipeline for path in paths.values()] == [4, 2]
+    layouts = [read_plan(path).layouts["backbone"] for path in paths.values()]
+    assert [(layout.pipeline, layout.schedule) for layout in layouts] == [(4, "1f1b"), (2, "1f1b"), (4, "zb-h1")]
     train(list(paths.values()), tmp_path, deep=True)
 
 

@@ -181,6 +181,14 @@ class SixDivided(FourDivided):
         self.backbone.more.extend(DividedBlock() for _ in range(2))
 
 
+class EightDivided(SixDivided):
+    """Its backbone has two blocks more still."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.more.extend(DividedBlock() for _ in range(2))
+
+
 class DividedTokens(Divided):
     """Halves that tensor ranks can divide, in whose layers each computes on its share of the tokens."""
 
@@ -272,6 +280,7 @@ KINDS: dict[str, type[TinyVLM]] = {
     "divided tokens": DividedTokens,
     "four divided blocks": FourDivided,
     "six divided blocks": SixDivided,
+    "eight divided blocks": EightDivided,
     "projecting": Projecting,
     "particular": Particular,
     "uneven": Uneven,

@@ -61,6 +61,16 @@ LONG += [
     Case("1+4", {"backbone": V}, "32-true", {"encoder_activations": 0}, data=CUT),
     Case("1+2", {"backbone": V}, freeze=True),
 ]
+LONG += [  # with those above, each number of stages, order, layout of a stage and placement meets all of the others
+    Case("1+6", {"backbone": {**VIRTUAL, "pipeline": 3, "tensor": 2}}, "32-true", kind="six divided blocks"),
+    Case("1+8", {"backbone": {**VIRTUAL, "pipeline": 4, "context": 2}}, clip=0.2, kind="eight divided blocks"),
+    Case("1+8", {"backbone": {**V, "pipeline": 4, "context": 2}}, clip=0.2, kind="eight divided blocks", data=CUT),
+    Case("1+8", {"backbone": {"pipeline": 4, "shard": "fsdp"}}, clip=0.2, data=CUT),
+    Case("mixed 1+4", {"backbone": {**SPLIT, "pipeline": 4, "recompute": "full"}}, clip=0.2, data=CUT),
+    Case("colocated 4", {"backbone": {"pipeline": 4, "recompute": "selective"}}, "32-true", {"encoder_activations": 1}),
+    Case("mixed 1+8", {"backbone": {"pipeline": 4, "tensor": 2}}, clip=0.2, kind="four divided blocks"),
+    Case("mixed 1+6", {"backbone": {"pipeline": 3, "context": 2}}, "32-true", kind="divided", data=CUT),
+]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG
 ]

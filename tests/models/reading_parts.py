@@ -71,6 +71,7 @@ def train(folder: Path, *, data: str, model: str, layout: str, roles: dict[str, 
             whole.configure_model()
             expected = dict(whole.named_parameters())
             seen["has_experts"] = any(".experts." in name for name in weights)
+            seen["large"] = sum(expected[name].nbytes for name in weights if expected[name].numel() >= _MANY)
             seen["differ"] = [name for name, weight in weights.items() if not torch.equal(weight, expected[name])]
 
     trainer = trainer_for(layout, strategy={"roles": roles}, max_steps=1, callbacks=[Look()], default_root_dir=folder)

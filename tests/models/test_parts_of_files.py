@@ -1,4 +1,4 @@
-"""Ranks that share experts read their share of a published folder's files, whichever way round it keeps them."""
+"""Ranks read of a published folder's files what they hold: their experts, whichever way round, or their stage."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 EXPERTS = 16
 
 
-def published(folder: Path, *, turned: bool) -> tuple[int, int]:
+def published(folder: Path, *, turned: bool = False, **settings: int) -> tuple[int, int]:
     """A model in several files, nearly all of which are experts; the bytes of these, and of the rest."""
     family = FAMILIES["qwen3_vl_moe"]
-    text = {**family.config["text_config"], "num_experts": EXPERTS, "moe_intermediate_size": 2048}
+    text = {**family.config["text_config"], "num_experts": EXPERTS, "moe_intermediate_size": 2048, **settings}
     module = family.kind({**family.config, "text_config": text})
     module.configure_model()
     module.model.save_pretrained(folder, max_shard_size="10MB")
@@ -52,3 +52,27 @@ def test_a_rank_reads_its_share_of_the_experts(tmp_path, layout, backbone, turne
     sharing = [rank["read"] for rank in seen if rank["has_experts"]]
     assert len(sharing) == ranks
     assert all(experts / ranks <= read <= experts / ranks + rest for read in sharing), (sharing, experts, rest)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "backbone"),
+    [
+        ("1+2", {"pipeline": 2}),
+        ("1+4", {"pipeline": 2, "shard": "fsdp"}),
+        ("1+2", {"pipeline": 2, "virtual": 2}),
+        ("1+2", {"pipeline": 2, "schedule": "zb-v"}),
+    ],
+    ids=str,
+)
+def test_a_rank_reads_the_weights_of_its_stage_alone(tmp_path, layout, backbone):
+    """Also of the embedding and the head, of which a stage has one, or in a V both or none."""
+    published(tmp_path / "model", num_hidden_layers=4, moe_intermediate_size=512, vocab_size=8192)
+    write_steps(tmp_path / "data")
+    given = {"data": str(tmp_path / "data"), "model": str(tmp_path / "model"), "layout": layout}
+    job = Job("parts", "tests.models.reading_parts:train", ranks_of(layout), {**given, "roles": {"backbone": backbone}})
+    seen = read_down(run_jobs(tmp_path, [job])["parts"].check().folder)
+    assert not any(rank["differ"] for rank in seen)
+    shards, of_stages = ranks_of(layout) // 2, [rank for rank in seen if rank["has_experts"]]
+    assert len(of_stages) == 2 * shards
+    assert [rank["read"] for rank in of_stages] == [rank["large"] // shards for rank in of_stages]

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia
+from tests.exactness.modules import Deep, DeepBackbone
 from tests.tiny import WIDTH, TinyVLM
 
 
@@ -266,6 +267,24 @@ class ProjectsSome(Projects):
 
     def merge(self, batch: Any, features: Any) -> Any:
         return super().merge(batch, features if batch.media_positions else {})
+
+
+class ReadingBackbone(DeepBackbone):
+    """Adds the embeddings behind every block but the first."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        x = first = x + self.place(position_ids)
+        x = self.block(x, cu_seqlens, max_seqlen, True)
+        for block in self.more:
+            x = block(x, cu_seqlens, max_seqlen, True) + first
+        return self.head(x)
+
+
+class ReadsAgain(Deep):
+    """Its backbone reads the embeddings beside hidden states."""
+
+    def configure_backbone(self) -> None:
+        self.backbone = ReadingBackbone()
 
 
 class HoldsALock(TinyVLM):

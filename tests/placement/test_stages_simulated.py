@@ -141,6 +141,11 @@ STAGES = {
         {"encoder": (4, 5, 6, 7), "backbone": (0, 1, 2, 3)},
         recompute={"backbone": "full"},
     ),
+    "split backwards": Allocation(
+        "separate",
+        {"encoder": Layout(4), "backbone": Layout(1, pipeline=4, schedule="zb-h1")},
+        {"encoder": (4, 5, 6, 7), "backbone": (0, 1, 2, 3)},
+    ),
     "shards": Allocation(
         "separate",
         {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(3, pipeline=2, shard="fsdp")},
@@ -151,6 +156,9 @@ STAGES = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_equal_samples_take_about_what_is_predicted(name):
-    """The model takes all stages to be as slow as the slowest one, and nothing to be done in a bubble."""
+    """The model takes all stages to be as slow as the slowest one, and nothing to be done in a bubble.
+
+    Of split backwards it takes both parts to be as long as a forward, so that they fill the bubble better.
+    """
     predicted, simulated = compared(STAGES[name])
-    assert 0.9 * predicted < simulated < 1.02 * predicted
+    assert 0.9 * predicted < simulated < (1.04 if name == "split backwards" else 1.02) * predicted

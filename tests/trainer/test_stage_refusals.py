@@ -12,7 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.callbacks import AdaptCosts, EvaluateAnswers, FlowReplan
 from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.packing_check.needed_weights import NeededWeight
 from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
+from tests.exactness.modules import Deep
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 STAGES = {"encoder": Layout(1), "backbone": Layout(1, pipeline=2)}
@@ -70,6 +72,22 @@ def test_padding_to_the_budget_is(module, tmp_path: Path):
     write_records(tmp_path, 2)
     data = tiny_data(tmp_path, packing=PackingConfig(pad_to_budget=True))
     assert "PackingConfig(pad_to_budget=True) was given" in refused(module, data=data)
+
+
+def test_weights_that_a_stage_needs_and_another_one_holds_are():
+    module = Deep()
+    module.configure_model()
+    module.needed_weights = (NeededWeight(1, "backbone.place.weight"),)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, module, trainer)  # that block is on the first stage
+    module.needed_weights = (NeededWeight(0, "backbone.place.weight"), NeededWeight(-1, "backbone.place.weight"))
+    said = refused(module)
+    assert "'backbone.place.weight' is needed beside the hidden states at the block 'backbone.more.2'" in said
+    assert "whose stage 1 does not hold it" in said
+    module.needed_weights = (NeededWeight(2, "backbone.embed.weight"),)
+    refuse_beside_stages(STAGES, module, trainer)  # the last stage has the tied head
+    with pytest.raises(ValueError, match=r"at the block 'backbone\.more\.1', whose stage 2 does not hold it"):
+        refuse_beside_stages({**STAGES, "backbone": Layout(1, pipeline=4)}, module, trainer)
 
 
 def test_compiled_layers_are(module):

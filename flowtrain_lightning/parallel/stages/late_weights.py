@@ -1,7 +1,8 @@
 """Gradients of weights that a backward leaves for later, so that the stage before has its gradients sooner.
 
 It is linear layers that do so: they have nearly all weights, and of each half of the backward's work is for them. Other
-weights (norms, biases, embeddings, experts) have their gradients with the rest of the backward, which is as exact.
+weights (norms, biases, embeddings, experts, and heads, of which gradients of logits would be kept) have their gradients
+with the rest of the backward, which is as exact.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from flowtrain_lightning.allocator.late_bytes import is_made_later
 
 
 class LateWeight(NamedTuple):
@@ -45,8 +48,9 @@ class LateWeights:
     def attach(self, module: nn.Module) -> None:
         """Takes over the linear layers that are in a module, and no others that compute in their own way."""
         for part in module.modules():
-            if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in vars(part):
-                part.forward = partial(self._linear, part)  # type: ignore[method-assign]
+            is_plain = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+            if is_plain and "forward" not in vars(part) and is_made_later(part.in_features, part.out_features):
+                part.forward = partial(self._linear, part)
 
     @contextmanager
     def for_later(self) -> Iterator[None]:
