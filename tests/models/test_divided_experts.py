@@ -25,6 +25,8 @@ QWEN = "qwen3_vl_moe"
 WHOLE = {"expert": 2}
 ACROSS = {"expert": 2, "shard": "fsdp", "recompute": "full"}
 GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
+TENSOR = {"tensor": 2}
+BOTH = {"expert": 2, "tensor": 2, "shard": "fsdp", "recompute": "full"}
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 OF_EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 LIMIT = {"64-true": 1e-9, "32-true": 1e-5}
@@ -76,6 +78,9 @@ def assert_equal(found: Run, expected: Run, precision: str = "64-true") -> None:
         pytest.param("1+4", GROUPS, "64-true", marks=pytest.mark.full),
         pytest.param("colocated 4", {"expert": 4, "shard": "fsdp"}, "32-true", marks=pytest.mark.full),
         pytest.param("1+4", {**WHOLE, "context": 2}, "64-true", marks=pytest.mark.full),
+        pytest.param("colocated 4", BOTH, "64-true", marks=pytest.mark.full),
+        pytest.param("1+4", {**WHOLE, **TENSOR}, "32-true", marks=pytest.mark.full),
+        pytest.param("1+2", TENSOR, "64-true", marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -136,6 +141,7 @@ def test_adapters_train_beside_frozen_experts_that_are_divided(trained, backbone
         pytest.param("colocated 4", {**ACROSS, "context": 2}, "32-true", marks=pytest.mark.full),
         pytest.param("colocated 4", {"expert": 4, "recompute": "selective"}, "64-true", marks=pytest.mark.full),
         pytest.param("1+2", {"shard": "fsdp"}, "64-true", marks=pytest.mark.full),
+        pytest.param("1+4", BOTH, "64-true", marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -153,7 +159,7 @@ def test_so_do_adapters_of_the_experts_themselves(trained, layout, backbone, pre
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backbone", [WHOLE, GROUPS], ids=str)
+@pytest.mark.parametrize("backbone", [WHOLE, GROUPS, {**WHOLE, **TENSOR}], ids=str)
 def test_muon_steps_experts_that_are_divided(trained, backbone):
     runs = [read_run(trained(*each, muon=True)) for each in (("1+4", backbone), ("auto",))]
     assert_equal(*runs)
@@ -168,6 +174,9 @@ def test_muon_steps_experts_that_are_divided(trained, backbone):
         (("colocated 4", GROUPS), ("1+2", WHOLE)),
         (("1+2", WHOLE), ("1+2", {"shard": "fsdp"})),
         (("1+2", {"shard": "fsdp"}), ("colocated 4", {"expert": 4, "shard": "fsdp"})),
+        (("colocated 4", BOTH), ("1+2", WHOLE)),
+        (("1+2", TENSOR), ("colocated 4", BOTH)),
+        (("colocated 4", BOTH), ("colocated 1",)),
     ],
     ids=str,
 )
@@ -200,10 +209,11 @@ def _from_middle(run: Run) -> Run:
 
 
 @pytest.mark.full
-def test_on_the_same_layout_it_goes_on_to_the_bit(trained):
-    unbroken = trained("1+2", ACROSS, saves_after=MIDDLE)
+@pytest.mark.parametrize(("layout", "backbone"), [("1+2", ACROSS), ("colocated 4", BOTH)], ids=str)
+def test_on_the_same_layout_it_goes_on_to_the_bit(trained, layout, backbone):
+    unbroken = trained(layout, backbone, saves_after=MIDDLE)
     found, expected = (
-        read_run(each) for each in (trained("1+2", ACROSS, resumes=str(unbroken / "middle.ckpt")), unbroken)
+        read_run(each) for each in (trained(layout, backbone, resumes=str(unbroken / "middle.ckpt")), unbroken)
     )
     rest = replace(_from_middle(expected), weights=expected.weights[MIDDLE:])
     assert same_bits(found, rest)
