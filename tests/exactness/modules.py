@@ -228,10 +228,11 @@ class DividedMixture(Divided):
 
 
 class DividedTokensMixture(DividedMixture):
-    """The same, in whose layers each tensor rank computes on its share of the tokens."""
+    """The same, in whose backbone's layers each tensor rank computes on its share of the tokens."""
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
-        tokens: dict[str, TensorStyle] = dict.fromkeys((f"{role}.block", f"{role}.more.*"), "divided_tokens")
+        layers = ("backbone.block", "backbone.more.*") if role == "backbone" else ()
+        tokens: dict[str, TensorStyle] = dict.fromkeys(layers, "divided_tokens")
         return {**super().tensor_plan(role, ranks), **tokens}
 
 

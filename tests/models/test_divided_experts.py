@@ -170,7 +170,6 @@ def test_adapters_train_beside_frozen_experts_that_are_divided(trained, backbone
         pytest.param("colocated 4", {**ACROSS, "context": 2}, "32-true", marks=pytest.mark.full),
         pytest.param("colocated 4", {"expert": 4, "recompute": "selective"}, "64-true", marks=pytest.mark.full),
         pytest.param("1+2", {"shard": "fsdp"}, "64-true", marks=pytest.mark.full),
-        pytest.param("1+4", BOTH, "64-true", marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -185,6 +184,17 @@ def test_so_do_adapters_of_the_experts_themselves(trained, layout, backbone, pre
     assert_equal(found, expected, precision)
     trains = [name for name, gradient in found.gradients[0].items() if gradient is not None]
     assert {"lora_A", "lora_B"} == {name.split(".")[-3] for name in trains if ".experts." in name}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backbone", [BOTH, {**WHOLE, **TENSOR}], ids=str)
+def test_so_do_they_beside_layers_that_tensor_ranks_share(trained, backbone):
+    pytest.importorskip("peft")
+    adapters = {**OF_EXPERTS, "target_modules": []}
+    runs = [read_run(trained(*each, adapters=adapters)) for each in (("1+4", backbone), ("auto",))]
+    assert_equal(*runs)
+    trains = [name for name, gradient in runs[0].gradients[0].items() if gradient is not None]
+    assert {"lora_A", "lora_B"} == {name.split(".")[-3] for name in trains if ".language_model." in name}
 
 
 @pytest.mark.full
