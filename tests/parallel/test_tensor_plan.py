@@ -136,7 +136,7 @@ SENTENCES = {
     "an odd width": "'half.odd' has out_features 3, which 2 tensor ranks cannot divide evenly",
     "a part of a key head": "'half.attention.k_proj.weight' makes 1 key and value heads, which 2 tensor ranks cannot",
     "all tokens where none are divided": "the layer that it is part of has no style 'divided_tokens'",
-    "all tokens of experts": "'half.mixture' the style 'all_tokens', but it has experts, to which each tensor rank brings",
+    "all tokens of experts": "'half.mixture' the style 'all_tokens', but it has experts, to which each tensor rank",
     "a head where tokens are divided": "a layer of divided tokens, which can have 'colwise' and 'rowwise' layers only",
     "one of two that are tied": "Embedding and Linear share one weight, but tensor_plan divides it in one of them only",
 }
