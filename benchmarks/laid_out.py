@@ -185,7 +185,7 @@ def train(job: LaidOutJob) -> None:
     else:
         module = LaidOutVLM(*arguments)
     backbone = job.allocation.layouts[BACKBONE]
-    module.experts = backbone.data if backbone.expert > 1 else 0
+    module.experts = backbone.data * backbone.tensor if backbone.expert > 1 else 0
     fit(job, module)
 
 

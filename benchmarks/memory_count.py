@@ -109,7 +109,7 @@ def count_states(module: FlowModule, role: str, layout: Layout, recompute: Recom
             module,
             role,
             layout,
-            make_groups(role, layout, groups, "cpu", waits_for_others=False),
+            make_groups(role, layout, groups, "cpu", waits_for_others=False, has_experts=bool(experts_of(blocks))),
             recompute=recompute,
             offload="none",
             device_type="cpu",

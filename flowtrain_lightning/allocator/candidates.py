@@ -271,7 +271,7 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
                     yield from _with_experts_divided(problem, kept, space.expert)
 
 
-def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: int) -> str | None:
+def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: int, expert: int = 1) -> str | None:
     """Why a role's heads, layers or nodes cannot be shared by such degrees, as a sentence; None where they can."""
     role, layers, depth = problem.role, problem.half.layers, problem.half.depth
     per_node = problem.cluster.per_node
@@ -281,10 +281,13 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
         for what, count in (
             ("attention heads", part.heads),
             ("key-value heads", part.key_value_heads),
-            ("feed-forward width", part.feed_forward if part.experts is None else part.experts.feed_forward),
+            ("feed-forward width", part.feed_forward if part.experts is None else tensor),
         ):
             if count % tensor:
                 return f"The {role}'s {what}, {count}, cannot be divided among {tensor} tensor ranks."
+        if part.experts is not None and part.experts.count % (tensor * expert):
+            ranks = f"{expert} expert x {tensor} tensor ranks"
+            return f"The {role}'s experts, {part.experts.count}, cannot be divided among {ranks}."
     if depth % pipeline:
         return f"The {role}'s {depth} layers cannot be divided evenly among {pipeline} pipeline stages."
     if context > 1 and role != BACKBONE:
@@ -314,7 +317,9 @@ def _with_experts_divided(problem: RoleProblem, family: Family, degrees: Sequenc
     mixtures = [part.experts.count for part in problem.half.layers if part.experts is not None]
     for degree in degrees:
         possible = family.data % degree == 0
-        fits = all(count % degree == 0 for count in mixtures) and (family.group or degree) % degree == 0
+        fits = (
+            all(count % (degree * family.tensor) == 0 for count in mixtures) and (family.group or degree) % degree == 0
+        )
         if degree == 1 or (mixtures and fits and possible.any()):
             yield replace(family, data=family.data[possible], expert=degree)
 

@@ -39,9 +39,18 @@ def parameters_of_rank(half: Half, part: Part, tensor: int) -> float:
         return part.parameters / sharers(half, part.divided_width, tensor)
     of = division(half, part, tensor)
     attention = part.attention_parameters + 2 * part.hidden + part.adapters * part.adapted_width
-    return part.count * (attention / of.attention + (part.layer_parameters - attention) / of.feed_forward)
+    rest = part.layer_parameters - attention
+    # Beside experts a layer's router and shared network are whole: each rank computes them for its share of the tokens.
+    whole = 0 if part.experts is None else rest - part.expert_parameters
+    return part.count * (attention / of.attention + (rest - whole) / of.feed_forward + whole)
 
 
 def share_of_rank(half: Half, tensor: int) -> float:
     """Share of a half's parameters that one of ``tensor`` ranks has."""
     return sum(parameters_of_rank(half, part, tensor) for part in half.parts) / max(1, half.parameters)
+
+
+def experts_share(half: Half, tensor: int) -> float:
+    """Share of what one of ``tensor`` ranks has of a half that its experts are, which tensor ranks divide."""
+    experts = sum(part.count * part.expert_parameters for part in half.layers) / tensor
+    return experts / max(1, half.parameters * share_of_rank(half, tensor))

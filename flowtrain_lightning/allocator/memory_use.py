@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flowtrain_lightning.allocator.description import Half
-from flowtrain_lightning.allocator.division import Division, division, parameters_of_rank
+from flowtrain_lightning.allocator.division import Division, division, experts_share, parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.late_bytes import late_bytes, late_bytes_outside
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import Recompute
-from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, experts_share
+from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
 
 LOGIT_BYTES = 12
@@ -95,7 +95,7 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
 
     def kept(what: str, width: float) -> FloatArray:
         """Bytes of a rank's share: experts are divided anyway, among fewer ranks than the rest."""
-        experts = here * experts_share(half) * (1 - 1 / family.expert) * (family.kept_share(what) == 1)
+        experts = here * experts_share(half, family.tensor) * (1 - 1 / family.expert) * (family.kept_share(what) == 1)
         return np.asarray((here * family.kept_share(what) - experts) * width)
 
     # Sharded weights are cast while they are gathered, so that no second copy of them is kept.
@@ -213,14 +213,14 @@ def activation_bytes(
     """Bytes per token that one layer keeps for its backward (after Korthikanti et al., arXiv 2205.05198, section 4.1).
 
     Without recomputing it keeps the inputs of both norms and of every product, queries, keys, values and attention's
-    result and logarithms, and what activations need. Attention's scores are not kept, since its kernel is fused.
-    Layers with gated networks, Llama's and those after it, normalise by the root mean square, which Hugging Face's
-    models compute in float32 step by step: each norm keeps its input so, and its result before the weight.
-    Tensor ranks keep a share each, but for the inputs of attention and of the feed-forward network: these are gathered,
-    and kept so, where the paper gathers them a second time. Where results are recomputed selectively, those of the last
-    products of attention and of the network are kept twice: of all tokens, since each rank has a summand of them, and
-    summed. Of a fused product of queries, keys and values all is kept for the values, though queries and keys are kept
-    anew once they are rotated.
+    result and logarithms, and what activations need. Attention's scores are not kept, since its kernel is fused. Layers
+    with gated networks, Llama's and those after it, normalise by the root mean square, which Hugging Face's models
+    compute in float32 step by step: each norm keeps its input so, and its result before the weight. Tensor ranks keep a
+    share each, but for the inputs of attention and of the feed-forward network: these are gathered, and kept so, where
+    the paper gathers them a second time. Where results are recomputed selectively, those of the last products of
+    attention and of the network are kept twice: of all tokens, since each rank has a summand of them, and summed. To
+    experts each rank brings its share of the tokens, so that nothing is gathered or summed there. Of a fused product of
+    queries, keys and values all is kept for the values, though queries and keys are kept anew once they are rotated.
 
     Args:
         part: the layers.
@@ -232,12 +232,12 @@ def activation_bytes(
     inner = part.active_feed_forward
     attention = 2 * part.query_width + 2 * part.key_value_width
     logarithms = 4 * part.heads
-    choices = 0 if part.experts is None else CHOICE_BYTES * part.experts.chosen
+    choices = 0 if part.experts is None else CHOICE_BYTES * part.experts.chosen / ranks.feed_forward
     if recompute == "full":
         return width * part.hidden / ranks.attention + choices
     if recompute == "selective":
         products = (width * (2 * part.hidden + attention) + logarithms) / ranks.attention + choices
-        unsummed = 2 * part.hidden if ranks.attention > 1 else 0
+        unsummed = (2 if part.experts is None else 1) * part.hidden if ranks.attention > 1 else 0
         results = (2 if part.gated else 1) * inner
         if part.experts is not None:  # of each expert that a token passes: there is no last product of all of them
             results += (part.experts.chosen - (0 if part.experts.shared else 1)) * part.hidden
@@ -246,7 +246,7 @@ def activation_bytes(
     activation = (3 if part.gated else 1) * inner
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)
     if keeps and part.experts is not None:
-        inputs += 2 * part.experts.chosen * part.hidden
+        gathered, inputs = part.hidden, inputs + part.hidden + 2 * part.experts.chosen * part.hidden
     norms = 2 * part.hidden * (RMS_NORM_BYTES + width if part.gated else width)
     shared = (norms + width * (attention + rotated) + logarithms) / ranks.attention
     return width * gathered + shared + width * (activation + inputs) / ranks.feed_forward

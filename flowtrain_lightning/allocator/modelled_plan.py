@@ -255,7 +255,7 @@ def _candidate(problem: RoleProblem, allocation: Allocation) -> Candidate:
     role = problem.role
     layout = allocation.layouts[role]
     recompute, offload = allocation.recompute.get(role, "none"), allocation.offload.get(role, "none")
-    reason = why_undividable(problem, layout.tensor, layout.stages.runs, layout.context)
+    reason = why_undividable(problem, layout.tensor, layout.stages.runs, layout.context, layout.expert)
     if reason is not None:
         raise PlanningError(reason)
     found = evaluate(problem, family_of(layout, recompute, offload))

@@ -103,7 +103,7 @@ def _layer_seconds(
     ranks, mine = division(problem.half, part, family.tensor), tokens / family.context
     attention = attention_seconds(part, pairs, mine / ranks.attention, device, share, width)
     casts = _cast_bytes(part) / ranks.feed_forward if problem.precision.multiplied < width else 0.0
-    divided = family.expert > 1
+    divided = family.expert_ranks > 1
     bytes_of_token = moved_bytes(part, width, ranks, eager=problem.precision.eager, divided=divided) + casts
     moved = moving_seconds(mine * bytes_of_token, device, share)
     start = share.launch * _operations(problem, part, mine, pairs, divided)
@@ -146,17 +146,18 @@ def _products(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
     total = total + seconds(vectors, part.hidden, query)
     tensor = ranks.feed_forward
     ups = 2 if part.gated else 1
-    dense_width = part.feed_forward if part.experts is None else part.experts.shared
-    if dense_width:
-        total = total + seconds(vectors, ups * dense_width / tensor, part.hidden)
-        total = total + seconds(vectors, part.hidden, dense_width / tensor)
-    if (mixture := part.experts) is not None:
-        # A rank has some of the experts, and gets their tokens from all ranks that share them.
-        here = mixture.count // family.expert
-        each, inner = vectors * mixture.chosen / here, mixture.feed_forward / tensor
-        total = total + seconds(each, ups * inner, part.hidden, here)
-        total = total + seconds(each, part.hidden, inner, here)
-    return total
+    if (mixture := part.experts) is None:
+        total = total + seconds(vectors, ups * part.feed_forward / tensor, part.hidden)
+        return total + seconds(vectors, part.hidden, part.feed_forward / tensor)
+    own = vectors / tensor
+    if mixture.shared:
+        total = total + seconds(own, ups * mixture.shared, part.hidden)
+        total = total + seconds(own, part.hidden, mixture.shared)
+    # A rank has some of the experts, and gets their tokens from all ranks that share them.
+    here = mixture.count // family.expert_ranks
+    each = own * mixture.chosen / here
+    total = total + seconds(each, ups * mixture.feed_forward, part.hidden, here)
+    return total + seconds(each, part.hidden, mixture.feed_forward, here)
 
 
 def _adapters(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
@@ -179,14 +180,15 @@ def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
     """Seconds of a layer's forward collectives among tensor ranks, and among context ranks.
 
     Tensor ranks gather and scatter the hidden state around attention and around the feed-forward network, with
-    sequence parallelism between (Korthikanti et al., arXiv 2205.05198, section 4.2). Where they share feed-forward
-    networks alone, they sum these networks' results. Context ranks gather keys and values.
+    sequence parallelism between (Korthikanti et al., arXiv 2205.05198, section 4.2). To experts each brings its share.
+    Where they share feed-forward networks alone, they sum their results. Context ranks gather keys and values.
     """
     cluster, share, width = problem.cluster, problem.efficiency, problem.precision.computing
     hidden = tokens / family.context * part.hidden * width
     ranks = division(problem.half, part, family.tensor)
     if ranks.attention == family.tensor:
-        tensor = 4 * ring(cluster, family.tensor, 1, share.exchange).gather(hidden)
+        around = 4 if part.experts is None else 2
+        tensor = around * ring(cluster, family.tensor, 1, share.exchange).gather(hidden)
     else:
         tensor = ring(cluster, ranks.feed_forward, 1, share.exchange).reduce(hidden)
     keys = tokens * 2 * part.key_value_width / family.tensor * width
@@ -195,8 +197,10 @@ def _exchange(problem: RoleProblem, part: Layers, family: Family, tokens: FloatA
 
 def _dispatch(problem: RoleProblem, part: Layers, family: Family, tokens: FloatArray) -> FloatArray:
     """Seconds in which tokens go to the ranks that hold their experts and come back, forward, with balanced experts."""
-    if part.experts is None or family.expert == 1:
+    ranks = family.expert_ranks
+    if part.experts is None or ranks == 1:
         return np.zeros_like(tokens)
-    among = ring(problem.cluster, family.expert, family.tensor, problem.efficiency.exchange)
-    size = tokens / family.context * part.experts.sent(family.expert) * part.hidden * problem.precision.computing
+    among = ring(problem.cluster, ranks, family.context if family.expert > 1 else 1, problem.efficiency.exchange)
+    own = tokens / family.context / family.tensor
+    size = own * part.experts.sent(ranks) * part.hidden * problem.precision.computing
     return 2 * among.gather(size)  # every rank sends all but its own share, as in a gather

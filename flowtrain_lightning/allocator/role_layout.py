@@ -48,7 +48,7 @@ class Layout:
         shard: how the data-parallel ranks hold the weights.
         replicas: groups into which the data-parallel ranks are divided, neighbours together. Weights are sharded
             within a group, and every group holds all of them (HSDP); 1 shards over all.
-        expert: neighbouring data ranks among which the experts of a mixture are divided.
+        expert: neighbouring data ranks among which the experts of a mixture are divided, see `expert_ranks`.
         virtual: runs of layers that each stage of a pipeline holds, interleaved with those of the others.
         schedule: in which order the stages of a pipeline work; ``"zb-h1"`` and ``"zb-v"`` make the gradients of
             weights when a stage would wait. With ``"zb-v"`` each holds two runs of layers, the first one both ends.
@@ -145,6 +145,11 @@ class Layout:
     def ranks_of_shard_group(self) -> int:
         """Ranks that need each other to compute, and so must work in one order; others may hold copies of the same."""
         return self.ranks_of_stage * (self.meets.members if self.meets_in_forwards else 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks among which the experts of a mixture are divided: neighbouring data ranks, with all tensor ranks."""
+        return self.expert * self.tensor
 
     @property
     def gathers_weights(self) -> bool:

@@ -152,6 +152,11 @@ class Family:
         return self.tensor * self.pipeline * self.context
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks among which a mixture's experts are divided: data ranks, with all of their tensor ranks."""
+        return self.expert * self.tensor
+
+    @property
     def holders(self) -> FloatArray:
         """``[layouts]`` ranks that hold the same weights, whole or shared: those of data and of context."""
         return self.data * self.context
@@ -204,11 +209,6 @@ def family_of(layout: Layout, recompute: Recompute = "none", offload: Offload = 
     group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
     degrees = (data, layout.tensor, layout.pipeline, layout.context)
     return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule)
-
-
-def experts_share(half: Half) -> float:
-    """Share of a half's parameters that its experts have."""
-    return sum(part.count * part.expert_parameters for part in half.layers) / max(1, half.parameters)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
-from flowtrain_lightning.allocator.division import share_of_rank
+from flowtrain_lightning.allocator.division import experts_share, share_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.kernels import moving_seconds
 from flowtrain_lightning.allocator.pass_time import PassTime
-from flowtrain_lightning.allocator.role_problem import DIVIDED, Family, Precision, RoleProblem, experts_share
+from flowtrain_lightning.allocator.role_problem import DIVIDED, Family, Precision, RoleProblem
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def sharing_time(problem: RoleProblem, family: Family, once: PassTime, microbatc
         microbatches: ``[layouts]`` of a replica and step, which add their gradients up.
     """
     half, precision = problem.half, problem.precision
-    experts = experts_share(half) * (1 - 1 / family.expert)
+    experts = experts_share(half, family.tensor) * (1 - 1 / family.expert)
     here = half.parameters * share_of_rank(half, family.tensor) * (1 - experts) / family.pipeline
     trained = here * half.trainable_parameters / max(1, half.parameters)
     holders = ring(problem.cluster, family.shards, family.tensor, problem.efficiency.exchange)

@@ -66,7 +66,7 @@ def _layout_in_words(layout: Layout) -> str:
         (layout.tensor, "every layer among {} (tensor)"),
         (layout.pipeline, "the layers among {} stages (pipeline)"),
         (layout.context, "every sequence among {} (context)"),
-        (layout.expert, "the experts among {} (expert)"),
+        (layout.expert_ranks if layout.expert > 1 else 1, "the experts among {} (expert)"),
     ]
     divided = [words.format(degree) for degree, words in shared if degree > 1]
     divided += [_SPLIT[layout.schedule]] if layout.stages.splits else []

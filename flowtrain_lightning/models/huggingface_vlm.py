@@ -124,6 +124,7 @@ class HuggingFaceVLM(ReadingModule):
         refuse_unknown_recomputing(recompute)
         refuse_unknown_kernels(kernels, compile)
         self._source = model if isinstance(model, str | Path) else None
+        self.reads_files = self._source is not None and type(self).configure_whole.__module__.startswith(__package__)
         config = read_config(model)
         self.check_config(config)
         refuse_balancing_loss(config)
@@ -206,8 +207,7 @@ class HuggingFaceVLM(ReadingModule):
                 self.model = Maker.from_pretrained(self._source, dtype=dtype, trust_remote_code=False)
             self._keep_apart()
         else:
-            config = read_config(self.hparams["model"])
-            self.model = Maker.from_config(config, dtype=dtype, trust_remote_code=False)
+            self.model = Maker.from_config(read_config(self.hparams["model"]), dtype=dtype, trust_remote_code=False)
         if self.hparams["generation"] is not None:
             self.model.generation_config = GenerationConfig(**self.hparams["generation"])
         self.model.train()  # from_pretrained leaves it in evaluation mode

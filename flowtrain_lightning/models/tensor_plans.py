@@ -13,6 +13,7 @@ from torch import nn
 
 from flowtrain_lightning.models.packed_scans import refuse_sharing
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
+from flowtrain_lightning.parallel.experts.expert_parallel import experts_of
 
 _DECODER: Mapping[str, TensorStyle] = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -62,16 +63,17 @@ def decoder_plan(decoder: Any, head: nn.Module, names: Mapping[nn.Module, str], 
         ranks: tensor-parallel ranks.
 
     Raises:
-        ValueError: they cannot share the attention heads evenly, the decoder is a mixture of experts, or neither
+        ValueError: they cannot share the attention heads evenly, nor its mixture of experts, or neither
             ``transformers`` nor this package has a plan for its attention.
         NotImplementedError: it has scans or convolutions over tokens.
     """
     config, path = decoder.config, names[decoder]
     refuse_sharing(decoder, "tensor")
-    if any(name.endswith(".experts") for name, _ in decoder.named_modules()):
+    if any(name.endswith(".experts") and not experts_of([part]) for name, part in decoder.named_modules()):
         raise ValueError(
-            f"{type(decoder).__name__} has a mixture of experts, which {ranks} tensor ranks cannot share today; divide "
-            "the backbone by shard='fsdp' instead, among ranks that each have microbatches of their own, or by context."
+            f"{type(decoder).__name__} has experts of a kind of their own (biases or norms), which {ranks} tensor "
+            "ranks cannot share; divide the backbone by shard='fsdp' instead, among ranks that each have microbatches "
+            "of their own, or by context."
         )
     for name in _MAKES:
         if getattr(config, name, ranks) % ranks:

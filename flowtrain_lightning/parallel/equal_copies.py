@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.parallel.experts.expert_parallel import EXPERT
 from flowtrain_lightning.parallel.gradients import local_part
 
 STEPS = 10
@@ -111,7 +112,10 @@ def whole_on_tensor_ranks(weight: nn.Parameter) -> bool:
     if not isinstance(weight, DTensor):
         return True
     names = weight.device_mesh.mesh_dim_names or ()
-    return all(name != "tensor" or place.is_replicate() for name, place in zip(names, weight.placements, strict=False))
+    divided = ("tensor", EXPERT)
+    return all(
+        name not in divided or place.is_replicate() for name, place in zip(names, weight.placements, strict=False)
+    )
 
 
 def forgotten_in_plan(differences: Differences) -> str:

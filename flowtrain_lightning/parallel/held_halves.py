@@ -21,6 +21,7 @@ class HeldHalves(nn.Module):
     Attributes:
         halves: for each half the paths of its modules.
         edges: modality -> the half that makes its rows and the half that reads them.
+        reads_files: building reads the weights of all halves from files.
     """
 
     halves: Mapping[str, tuple[str, ...]]
@@ -34,6 +35,7 @@ class HeldHalves(nn.Module):
         self._staged: StageForward | None = None
         self._built: tuple[str, ...] | None = None
         self._unfilled: dict[str, UnfilledWeights] = {}
+        self.reads_files = False
 
     @property
     @abstractmethod
@@ -67,7 +69,7 @@ class HeldHalves(nn.Module):
             RuntimeError: another half is needed than the module was built with on this rank.
         """
         if self._built is None or self._unfilled:
-            self._unfilled = build_halves(self, self._local_roles, self._in_parts)
+            self._unfilled = build_halves(self, self._local_roles, self._built_in_parts)
             check_halves(self)
             self._built = self._local_roles
         elif not set(self._local_roles) <= set(self._built):
@@ -129,8 +131,18 @@ class HeldHalves(nn.Module):
 
     @property
     def holds_parts(self) -> bool:
-        """Whether this rank will hold a part only of a half, so that weights are built without memory."""
-        return bool(self._in_parts)
+        """Whether this rank will hold a part only of what is built, so that weights are built without memory."""
+        return bool(self._built_in_parts)
+
+    @property
+    def _built_in_parts(self) -> tuple[str, ...]:
+        """The roles whose weights are built without memory.
+
+        Where files hold those of all halves, a rank that lacks one would read it too, if they lie there otherwise than
+        the module has them.
+        """
+        lacks = not set(self._local_roles) >= set(self.role_graph.roles)
+        return self._local_roles if lacks and self.reads_files else self._in_parts
 
     @property
     def unfilled(self) -> Mapping[str, UnfilledWeights]:

@@ -29,6 +29,7 @@ from flowtrain_lightning.parallel.experts.expert_parallel import (
     experts_of,
     shard_experts,
 )
+from flowtrain_lightning.parallel.experts.tokens_of_experts import divide_tokens_of_experts
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, absent_parameters, held_parameters
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
@@ -60,7 +61,8 @@ class RoleGroups:
         replicas: the ranks that hold the same shards in other shard groups, where these are summed after the last
             backward and not during it.
         context: the ranks that share sequences, where ranks do.
-        experts: the same ranks as ``mesh``, those that share experts in the last dimension; None where none do.
+        experts: the same ranks as ``mesh``, those that share experts in the last dimension; None where none do. Tensor
+            ranks do: each has tokens of its own there, so that experts are divided among them as among data ranks.
         column: the ranks of all stages that compute on the same samples with the same share of every layer; None
             without stages.
         ends: those of the first and the last stage among them; None on other stages, and without stages.
@@ -75,7 +77,9 @@ class RoleGroups:
     ends: dist.ProcessGroup | None = None
 
 
-def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, waits_for_others: bool) -> RoleGroups:
+def make_groups(
+    role: str, layout: Layout, groups: Groups, device_type: str, *, waits_for_others: bool, has_experts: bool
+) -> RoleGroups:
     """Makes the groups of a role. Every rank of the default group calls it, for the same roles in the same order.
 
     Args:
@@ -85,6 +89,7 @@ def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, 
         device_type: see `make_engine`.
         waits_for_others: some shard groups of the role are done when others are, others long before: a sum over them
             inside of a backward would wait for what the same ranks have yet to do.
+        has_experts: the role's half has mixtures of experts, which ranks can share.
     """
     ranks = groups.ranks_of(role)
     own = groups.role_rank in ranks
@@ -97,7 +102,7 @@ def make_groups(role: str, layout: Layout, groups: Groups, device_type: str, *, 
         mesh=mesh,
         replicas=mesh.get_group("replica") if sums_late and mesh is not None else None,
         context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
-        experts=_expert_mesh(layout, ranks, device_type) if layout.expert > 1 else None,
+        experts=_expert_mesh(layout, ranks, device_type) if has_experts and layout.expert_ranks > 1 else None,
     )
 
 
@@ -172,6 +177,7 @@ def make_engine(
         assert mesh is not None
         plan, elsewhere = module.tensor_plan(role, layout.tensor), [stage.computes_elsewhere] if stage else []
         summed = divide_layers(modules, plan, mesh["tensor"], *elsewhere)
+        summed = [*dict.fromkeys([*summed, *divide_tokens_of_experts(modules.values(), experts, mesh["tensor"])])]
     engine: HalfEngine
     if layout.shard != "fsdp":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
@@ -280,14 +286,15 @@ def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
 def _expert_mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
     """The ranks of the role within the default group: those that hold the same experts, then those that share all.
 
-    These are neighbouring data-parallel ranks, within a shard group.
+    These are neighbouring data-parallel ranks, within a shard group, with all of their tensor ranks.
     """
     each = layout.data // layout.replicas // layout.expert
-    arranged = torch.tensor(ranks).view(layout.replicas, each, layout.expert, layout.context).transpose(2, 3)
-    sizes = {"replica": layout.replicas * each * layout.context, EXPERT: layout.expert}
+    degrees = (layout.replicas, each, layout.expert, layout.context, layout.tensor)
+    arranged = torch.tensor(ranks).view(degrees).transpose(2, 3)
+    sizes = {"replica": layout.replicas * each * layout.context, EXPERT: layout.expert_ranks}
     if layout.shard == "fsdp":
         replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
-        sizes = {**replicas, "shard": each * layout.context, EXPERT: layout.expert}
+        sizes = {**replicas, "shard": each * layout.context, EXPERT: layout.expert_ranks}
     with shut_at_the_end():
         return DeviceMesh(device_type, arranged.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
 

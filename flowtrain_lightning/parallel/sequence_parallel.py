@@ -7,7 +7,7 @@ memory. What tensor ranks send stays the same: a sum over all tokens becomes a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -124,6 +124,11 @@ def divide_tokens(layers: Mapping[str, nn.Module], mesh: DeviceMesh) -> dict[str
     for of_parent in by_parent.values():
         found |= dict.fromkeys(of_parent, DividedTokens([*of_parent.values()], mesh))
     return found
+
+
+def layers_of_divided_tokens(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The layers within modules in which each tensor rank has a share of the tokens."""
+    yield from (part for module in modules for part in module.modules() if part in _stacks)
 
 
 def add_at_tokens(layer: nn.Module, hidden: Tensor, positions: Tensor, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from flowtrain_lightning.parallel.experts.experts import number_of_experts
 from flowtrain_lightning.parallel.sequence_parallel import TOKENS, DividedTokens, divide_tokens
 
 TensorStyle = Literal[
@@ -86,6 +87,11 @@ def divide_layers(
             case "replicated_with_grad_allreduce" | "divided_tokens":
                 summed |= dict.fromkeys(_places(layer))
             case "all_tokens":
+                if any(number_of_experts(part) is not None for part in layer.modules()):
+                    raise ValueError(
+                        f"tensor_plan gives {name!r} the style 'all_tokens', but it has experts, to which each tensor "
+                        "rank brings its own share of the tokens; leave it out."
+                    )
                 if stack is None:
                     raise ValueError(
                         f"tensor_plan gives {name!r} the style 'all_tokens', but the layer that it is part of has no "

@@ -148,7 +148,8 @@ class ModelledLayoutCosts:
                 f"{', '.join(self.allocation.layouts)}."
             )
         for role, layout in self.allocation.layouts.items():
-            reason = why_undividable(self.problems[role], layout.tensor, layout.stages.runs, layout.context)
+            degrees = (layout.tensor, layout.stages.runs, layout.context, layout.expert)
+            reason = why_undividable(self.problems[role], *degrees)
             if reason is not None:
                 raise AllocationError(reason)
 

@@ -192,11 +192,10 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
             "{image: [eye, reader]}."
         )
     for role, layout in allocation.layouts.items():
-        if layout.expert > 1 and (layout.tensor > 1 or layout.by_deepspeed):
-            other = f"tensor {layout.tensor}" if layout.tensor > 1 else f"shard {layout.shard!r}"
+        if layout.expert > 1 and layout.by_deepspeed:
             return (
-                f"divides the {role}'s experts among {layout.expert} ranks and has {other}, which do not go together. "
-                "Divide experts with shard 'replicate' or 'fsdp', without tensor ranks."
+                f"divides the {role}'s experts among {layout.expert} ranks and has shard {layout.shard!r}, which do "
+                "not go together. Divide experts with shard 'replicate' or 'fsdp'."
             )
         if role != allocation.trunk and layout.context > 1:
             return (

@@ -24,10 +24,10 @@ def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule
         ValueError: names the experts, and what to do.
     """
     for role, layout in layouts.items():
-        if layout.expert == 1:
+        if layout.expert_ranks == 1:
             continue
         experts = dict(_experts_of(module, role))
-        if not experts:
+        if not experts and layout.expert > 1:
             raise ValueError(
                 f"The {role} has expert {layout.expert}, but {type(module).__name__} has no experts there that ranks "
                 "could share: these are the mixtures of Hugging Face that compute from stacked weights (gate_up_proj, "
@@ -36,11 +36,18 @@ def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule
         for path, part in experts.items():
             reason = (
                 _why_unadaptable(path, part, module)
-                or _why_undividable(path, part, layout.expert)
-                or _why_skipped(path, module)
+                or _why_undividable(path, part, layout.expert_ranks)
+                or _why_skipped(path, module, layout.expert)
+                or _why_not_in_stages(path, layout.pipeline)
             )
             if reason is not None:
-                raise ValueError(f"The {role} has expert {layout.expert}, but {reason}")
+                raise ValueError(f"The {role} has {_degrees(layout)}, but {reason}")
+
+
+def _degrees(layout: Layout) -> str:
+    """The degrees that divide experts, in words."""
+    degrees = {"expert": layout.expert, "tensor": layout.tensor}
+    return " and ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
 
 
 def _experts_of(module: FlowModule, role: str) -> Iterator[tuple[str, nn.Module]]:
@@ -57,18 +64,19 @@ def _why_undividable(path: str, experts: nn.Module, ranks: int) -> str | None:
     assert count is not None, "they are experts"
     if count % ranks:
         return (
-            f"{path!r} has {count} experts, which {ranks} ranks cannot share evenly. Take a degree that divides them."
+            f"{path!r} has {count} experts, which {ranks} ranks cannot share evenly. Take degrees (expert x tensor) "
+            "that divide them."
         )
     if any(map(parametrize.is_parametrized, experts.modules())):
         return (
             f"the weights of {path!r} are parametrized, which ranks that have a share of them cannot compute. Leave "
-            "the parametrization out, or expert."
+            "the parametrization out, or these degrees."
         )
     for name, stack in experts.named_parameters():
         if stack.ndim == 0 or len(stack) != count:
             return (
                 f"{f'{path}.{name}'!r} has the shape {list(stack.shape)}, which is no stack with an entry for each of "
-                f"{count} experts. Move it out of the experts, or leave expert out."
+                f"{count} experts. Move it out of the experts, or leave these degrees out."
             )
     return None
 
@@ -78,23 +86,36 @@ def _why_unadaptable(path: str, experts: nn.Module, module: FlowModule) -> str |
     if any(True for _ in adapted_stacks(experts)):
         return (
             f"target_parameters adapts weights of a module within {path!r}, whose adapters are no stacks. Let the "
-            "experts themselves have these weights, or leave expert out."
+            "experts themselves have these weights, or leave these degrees out."
         )
     for layer in adapted_stacks(module):
         if layer.get_base_layer() is experts and layer.num_experts != number_of_experts(experts):
             return (
                 f"{f'{path}.{layer.parameter_name}'!r} has one adapter for all experts: peft makes one for each where "
-                "a stack has three dimensions. Take it out of target_parameters, or leave expert out."
+                "a stack has three dimensions. Take it out of target_parameters, or leave these degrees out."
             )
     return None
 
 
-def _why_skipped(path: str, module: FlowModule) -> str | None:
-    """Why ranks would wait for each other at the experts of a layer; None where every rank comes there."""
-    for conditional in module.conditional_modules:
+def _why_skipped(path: str, module: FlowModule, expert: int) -> str | None:
+    """Why ranks would wait for each other at the experts of a layer; None where every rank comes there.
+
+    Tensor ranks have the same samples, so that all of them come there, or none.
+    """
+    for conditional in module.conditional_modules if expert > 1 else ():
         if f"{path}.".startswith(f"{conditional}."):
             return (
                 f"{conditional!r} is run for some samples and not for others: a rank whose samples do not run it would "
                 "hang those that wait for its rows. Run it for every sample, if only on no rows, or leave expert out."
             )
     return None
+
+
+def _why_not_in_stages(path: str, stages: int) -> str | None:
+    """Why tensor ranks of a stage cannot share the experts of a layer; None where there are no stages."""
+    if stages == 1:
+        return None
+    return (
+        f"{path!r} has experts, which ranks share by data and tensor degrees alone. Leave pipeline out, or all other "
+        "degrees but data."
+    )

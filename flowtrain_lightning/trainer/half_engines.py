@@ -17,6 +17,7 @@ from flowtrain_lightning.packing.step_graph import any_binds
 from flowtrain_lightning.parallel import HalfEngine, broadcast_half
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.experts.expert_parallel import experts_of
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
 from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
 from flowtrain_lightning.parallel.replicate import broadcast_copies
@@ -125,7 +126,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
 
 def _make(module: FlowModule, precision: str, job: Job, device: torch.device) -> dict[str, HalfEngine]:
     allocation = job.allocation
-    groups = _make_groups(job, device.type)
+    groups = _make_groups(module, job, device.type)
     for role in job.roles:
         if role not in module.unfilled:
             broadcast_half(half_tensors(module, role), groups[role].all)
@@ -156,7 +157,7 @@ def _make(module: FlowModule, precision: str, job: Job, device: torch.device) ->
     }
 
 
-def _make_groups(job: Job, device_type: str) -> dict[str, RoleGroups]:
+def _make_groups(module: FlowModule, job: Job, device_type: str) -> dict[str, RoleGroups]:
     """Role -> its groups, also of a role that only other ranks of this one's default group have."""
     mixed = job.allocation.placement == "mixed"
     roles = job.roles if not mixed else job.allocation.roles
@@ -167,6 +168,7 @@ def _make_groups(job: Job, device_type: str) -> dict[str, RoleGroups]:
             job.groups,
             device_type,
             waits_for_others=mixed and role != job.allocation.trunk,
+            has_experts=bool(experts_of(map(module.get_submodule, module.halves[role]))),
         )
         for role in roles
     }

@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator import (
     SearchSpace,
     named_model,
 )
-from flowtrain_lightning.allocator.candidates import evaluate, families_of
+from flowtrain_lightning.allocator.candidates import evaluate, families_of, why_undividable
 from flowtrain_lightning.allocator.flops import backward_flops, forward_flops
 from flowtrain_lightning.allocator.modelled_plan import given_plan
 from flowtrain_lightning.allocator.module_parts import Layers
@@ -52,6 +52,25 @@ def test_tokens_travel_to_divided_experts_whose_weights_need_not_be_gathered():
     (gathered, _), (divided, _) = (evaluated(problem, 64, shard="fsdp", group=8, expert=expert) for expert in (1, 8))
     assert gathered["exchange"] == 0 < divided["exchange"]
     assert divided["sharding"] < 0.5 * gathered["sharding"]
+
+
+def test_tensor_ranks_divide_experts_too_and_bring_their_own_tokens_to_them():
+    problem = backbone(MIXTURE, devices=16)
+    (part,) = problem.half.layers
+    (alone, whole), (both, divided) = (evaluated(problem, 8, tensor=tensor, expert=8) for tensor in (1, 2))
+    per_rank = 48 * 128 * 3 * 2048 * 768 / 8
+    attention = 48 * part.attention_parameters + 2 * 151936 * 2048
+    assert whole["gradients"] - divided["gradients"] == pytest.approx(4 * (per_rank + attention) / 2, rel=0.01)
+    assert both["forward"] == pytest.approx(alone["forward"] / 2, rel=0.3)
+    assert both["exchange"] < 2 * alone["exchange"], "half of the rows go to the experts of each rank"
+
+
+def test_experts_are_divided_among_tensor_ranks_evenly():
+    degrees = {(family.tensor, family.expert) for family in families_of(backbone(MIXTURE, devices=64), SearchSpace())}
+    assert {(1, 16), (2, 16), (4, 16), (4, 1)} <= degrees
+    problem = backbone(MIXTURE, devices=64)
+    assert why_undividable(problem, 4, 1, 1, 32) is None
+    assert why_undividable(problem, 4, 1, 1, 64).startswith("The backbone's experts, 128, cannot be divided among 64")
 
 
 def test_only_mixtures_have_expert_ranks():

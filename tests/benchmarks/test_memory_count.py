@@ -14,7 +14,7 @@ from benchmarks.projected import full_media, full_microbatch
 from flowtrain_lightning.allocator import Cluster, Layout, named_device, role_problems, typical_workload
 from flowtrain_lightning.allocator.hf_config import describe_config
 from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
-from flowtrain_lightning.allocator.role_problem import Family
+from flowtrain_lightning.allocator.role_problem import family_of
 from flowtrain_lightning.models import QwenVLM
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import half_parameters
@@ -109,7 +109,18 @@ def test_tensor_ranks_keep_their_share_of_divided_layers_and_of_what_these_leave
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [{"shard": "fsdp"}, {}, {"shard": "fsdp", "replicas": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"shard": "fsdp"},
+        {},
+        {"shard": "fsdp", "replicas": 2},
+        {"shard": "fsdp", "tensor": 2},
+        {"tensor": 2},
+        {"shard": "fsdp", "tensor": 2, "replicas": 2},
+    ],
+    ids=str,
+)
 def test_ranks_that_share_experts_hold_what_is_planned_for_them(layout):
     config = FAMILIES["qwen3_vl_moe"].config
     found = count_states(QwenVLM(config), "backbone", Layout(data=4, expert=2, **layout), "none", PRECISION)
@@ -117,10 +128,9 @@ def test_ranks_that_share_experts_hold_what_is_planned_for_them(layout):
     built = QwenVLM(config)
     built.configure_model()
     module = describe_config(built.model.config.to_dict())
-    cluster = Cluster(named_device("h100"), 4, 8)
+    cluster = Cluster(named_device("h100"), 8, 8)
     problem = role_problems(module, typical_workload(module), cluster, PRECISION)["backbone"]
-    group = 4 // layout["replicas"] if "replicas" in layout else None
-    family = Family(np.ones(1) * 4, shard=layout.get("shard", "replicate"), expert=2, group=group)
+    family = family_of(Layout(data=4, expert=2, **layout))
     use = memory_use(problem, family, np.ones(1), np.ones(1)).at(0)
     gathered = found.gathered if "shard" in layout else 0  # what planned weights and gradients have of others' shards
     assert counted <= 1.05 * (use["weights"] + use["gradients"] + use["states"])

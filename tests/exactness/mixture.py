@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,16 @@ class MixtureBlock(Block):
         self.alike = alike
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
-        x = super().forward(x, cu_seqlens, max_seqlen, causal)
-        scores = self.router(x).softmax(dim=-1)
-        experts = self.experts.get_base_layer() if hasattr(self.experts, "base_layer") else self.experts
-        chosen = experts.choose(scores * (-1 if _is_in_a_backward() else 1), CHOSEN)
-        chosen = torch.arange(CHOSEN).expand_as(chosen) if self.alike else chosen
-        return x + self.experts(x, chosen, scores.gather(-1, chosen))
+        return through_experts(self, super().forward(x, cu_seqlens, max_seqlen, causal), alike=self.alike)
+
+
+def through_experts(block: Any, x: Tensor, *, alike: bool = False) -> Tensor:
+    """Rows, and what the experts of a block make of them."""
+    scores = block.router(x).softmax(dim=-1)
+    experts = block.experts.get_base_layer() if hasattr(block.experts, "base_layer") else block.experts
+    chosen = experts.choose(scores * (-1 if _is_in_a_backward() else 1), CHOSEN)
+    chosen = torch.arange(CHOSEN).expand_as(chosen) if alike else chosen
+    return x + block.experts(x, chosen, scores.gather(-1, chosen))
 
 
 def _is_in_a_backward() -> bool:
@@ -153,11 +158,16 @@ class AdaptedByPeft(Mixture):
 
     def configure_backbone(self) -> None:
         super().configure_backbone()
-        peft = importlib.import_module("peft")
-        stacks = ["experts.widen", "experts.narrow"]
-        config = peft.LoraConfig(r=RANK, target_modules=[], target_parameters=stacks, init_lora_weights=False)
-        for block in self.backbone.more:
-            peft.inject_adapter_in_model(config, block)
+        adapt_by_peft(self.backbone.more)
+
+
+def adapt_by_peft(blocks: Iterable[nn.Module]) -> None:
+    """Adds adapters to the experts of blocks, and freezes all else of these."""
+    peft = importlib.import_module("peft")
+    stacks = ["experts.widen", "experts.narrow"]
+    config = peft.LoraConfig(r=RANK, target_modules=[], target_parameters=stacks, init_lora_weights=False)
+    for block in blocks:
+        peft.inject_adapter_in_model(config, block)
 
 
 class PlainBalance:

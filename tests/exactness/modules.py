@@ -12,7 +12,18 @@ from torch.optim.lr_scheduler import StepLR
 from flowtrain_lightning.attention import varlen_attention
 from flowtrain_lightning.data import PackedBatch, PackedMedia
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
-from tests.exactness.mixture import Adapted, AdaptedByPeft, Balanced, Crowded, Mixture, OnlyExperts
+from tests.exactness.mixture import (
+    EXPERTS,
+    Adapted,
+    AdaptedByPeft,
+    Balanced,
+    Crowded,
+    Mixture,
+    OnlyExperts,
+    Perceptrons,
+    adapt_by_peft,
+    through_experts,
+)
 from tests.exactness.uneven import Uneven
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
@@ -197,6 +208,54 @@ class DividedTokens(Divided):
         return {**super().tensor_plan(role, ranks), **dict.fromkeys(blocks, "divided_tokens")}
 
 
+class DividedMixtureBlock(DividedBlock):
+    """Beside what tensor ranks divide, two of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Perceptrons(balance=0.02)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool) -> Tensor:
+        return through_experts(self, super().forward(x, cu_seqlens, max_seqlen, causal))
+
+
+class DividedMixture(Divided):
+    """Halves that tensor ranks can divide, with experts in some of their layers."""
+
+    def configure_encoder(self) -> None:
+        self.encoder = DeepEncoder(self.hparams["levels"], self.hparams["dropout"])
+        self.encoder.block = DividedBlock()
+        self.encoder.more = nn.ModuleList(DividedMixtureBlock() for _ in range(2))
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.more = nn.ModuleList(DividedMixtureBlock() for _ in range(2))
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        return {**super().tensor_plan(role, ranks), **divided_blocks((f"{role}.more.*",))}
+
+
+class DividedTokensMixture(DividedMixture):
+    """The same, in whose backbone's layers each tensor rank computes on its share of the tokens."""
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        layers = ("backbone.block", "backbone.more.*") if role == "backbone" else ()
+        tokens: dict[str, TensorStyle] = dict.fromkeys(layers, "divided_tokens")
+        return {**super().tensor_plan(role, ranks), **tokens}
+
+
+class AdaptedDividedMixture(DividedMixture):
+    """Of the backbone's experts small matrices train, as ``peft`` adds them."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        adapt_by_peft(self.backbone.more)
+
+
+class AdaptedDividedTokensMixture(DividedTokensMixture, AdaptedDividedMixture):
+    """The same, with divided tokens."""
+
+
 class Tower(Encoder):
     """Returns the four patches of each row as they are."""
 
@@ -290,4 +349,8 @@ KINDS: dict[str, type[TinyVLM]] = {
     "only experts": OnlyExperts,
     "adapted": Adapted,
     "adapted by peft": AdaptedByPeft,
+    "divided mixture": DividedMixture,
+    "divided tokens mixture": DividedTokensMixture,
+    "adapted divided mixture": AdaptedDividedMixture,
+    "adapted divided tokens mixture": AdaptedDividedTokensMixture,
 }

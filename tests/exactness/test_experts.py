@@ -13,6 +13,9 @@ from tests.exactness.test_sharded import Case, check_against_plain_loop, run  # 
 WHOLE = {"expert": 2}
 ACROSS = {"expert": 2, "shard": "fsdp"}
 GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
+TENSOR = {"tensor": 2}
+BOTH = {**WHOLE, **TENSOR}
+BOTH_ACROSS = {**ACROSS, **TENSOR}
 CUT = {"encoder_budget": 40}
 """Patches that most positions' media have more of on a rank: several encoder batches each, unlike in number."""
 
@@ -26,6 +29,9 @@ def divided(layout: str, encoder: dict, backbone: dict, precision: str = "64-tru
 QUICK = [
     divided("1+2", {}, ACROSS, clip=0.2, kind="balanced"),
     divided("colocated 2", ACROSS, WHOLE, kind="crowded", kernel="fused"),
+    divided(
+        "colocated 4", BOTH, {**BOTH_ACROSS, "recompute": "full"}, kind="divided tokens mixture", clip=0.2, data=CUT
+    ),
 ]
 LONG = [
     divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, "32-true", 0, clip=0.2, data=CUT, kernel="foreach"),
@@ -64,6 +70,23 @@ LONG += [
         ({**WHOLE, "recompute": "full"}, {**GROUPS, "recompute": "full"}),
     )
     for kept in (0, 2)
+]
+LONG += [
+    divided(layout, encoder, backbone, precision, kept, kind=kind, clip=0.2, kernel=kernel)
+    for layout, encoder, backbone, precision, kept, kind, kernel in (
+        ("colocated 4", BOTH, BOTH_ACROSS, "64-true", 1, "divided mixture", "foreach"),
+        ("colocated 4", BOTH_ACROSS, {**BOTH, "recompute": "full"}, "32-true", 0, "divided mixture", "fused"),
+        ("colocated 4", BOTH_ACROSS, BOTH, "32-true", 2, "divided tokens mixture", ""),
+        ("1+4", {}, {**BOTH_ACROSS, "recompute": "selective"}, "64-true", 1, "divided mixture", ""),
+        ("4+4", BOTH, {**TENSOR, "shard": "fsdp", "recompute": "full"}, "64-true", 0, "divided tokens mixture", ""),
+        ("2+2", TENSOR, TENSOR, "64-true", 1, "divided mixture", ""),
+        ("1+8", {}, {**GROUPS, **TENSOR, "recompute": "full"}, "64-true", 1, "divided tokens mixture", ""),
+        ("1+8", {}, {**BOTH_ACROSS, "context": 2}, "64-true", 1, "divided mixture", ""),
+        ("1+8", {}, {**BOTH, "context": 2}, "64-true", 1, "divided tokens mixture", ""),
+        ("mixed 4+4", {}, {**BOTH_ACROSS, "recompute": "full"}, "64-true", 1, "divided mixture", ""),
+        ("colocated 4", {}, {**BOTH, "recompute": "full"}, "64-true", 1, "adapted divided mixture", ""),
+        ("colocated 4", {}, {**BOTH_ACROSS, "recompute": "full"}, "64-true", 1, "adapted divided tokens mixture", ""),
+    )
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

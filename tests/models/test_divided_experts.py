@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flowtrain_lightning.allocator import ModelledCosts
-from flowtrain_lightning.cli.plan_choice import choose_plans, why_plan_cannot_run
-from tests.allocator.problems import problems
+from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.allocator.plan_file import read_plan
+from flowtrain_lightning.cli import main
 from tests.exactness.compare import Run, error, read_run, same_bits, without_key_biases
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
@@ -25,9 +27,12 @@ QWEN = "qwen3_vl_moe"
 WHOLE = {"expert": 2}
 ACROSS = {"expert": 2, "shard": "fsdp", "recompute": "full"}
 GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
+TENSOR = {"tensor": 2}
+BOTH = {"expert": 2, "tensor": 2, "shard": "fsdp", "recompute": "full"}
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 OF_EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 LIMIT = {"64-true": 1e-9, "32-true": 1e-5}
+DEGREES = ("tensor", "context", "expert", "replicas")
 MIDDLE = 2
 """The step after which some runs save."""
 
@@ -76,6 +81,9 @@ def assert_equal(found: Run, expected: Run, precision: str = "64-true") -> None:
         pytest.param("1+4", GROUPS, "64-true", marks=pytest.mark.full),
         pytest.param("colocated 4", {"expert": 4, "shard": "fsdp"}, "32-true", marks=pytest.mark.full),
         pytest.param("1+4", {**WHOLE, "context": 2}, "64-true", marks=pytest.mark.full),
+        pytest.param("colocated 4", BOTH, "64-true", marks=pytest.mark.full),
+        pytest.param("1+4", {**WHOLE, **TENSOR}, "32-true", marks=pytest.mark.full),
+        pytest.param("1+2", TENSOR, "64-true", marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -84,23 +92,49 @@ def test_qwen3_vl_with_divided_experts_computes_what_one_process_does(trained, l
     assert_equal(*runs, precision)
 
 
+PLANNED = {
+    "8": ("colocated", 1, 1),
+    "64": ("colocated", 2, 1),
+    "512": ("mixed", 4, 4),
+    "512 --microbatches 512": ("colocated", 2, 16),
+    "4096 --microbatches 4096": ("separate", 1, 48),
+}
+"""Devices that are asked for -> the recommended placement, and the backbone's tensor degree and replicas."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("devices", "samples"), [(8, 256), (64, 512), (512, 4096)])
-def test_the_plan_of_a_published_mixture_trains_with_degrees_of_its_kinds(trained, devices, samples):
-    given = problems("qwen3-vl-30b-a3b", devices=devices, global_batch_size=samples)
-    plan = choose_plans(ModelledCosts(given)).recommended.chosen
-    assert (plan.kind, why_plan_cannot_run(plan, given)) == ("uniform", None)  # all ranks have both roles
-    small = {role: _cut(candidate) for role, candidate in plan.chosen.items()}
-    assert small["backbone"]["expert"] == 2
-    found = read_run(trained("colocated 4", small["backbone"], encoder=small["encoder"]))
-    assert_equal(found, read_run(trained("auto")))
+@pytest.mark.parametrize("devices", PLANNED)
+def test_the_plan_of_a_published_mixture_trains_with_degrees_of_its_kinds(trained, tmp_path, monkeypatch, devices):
+    options = ["--model", "qwen3-vl-30b-a3b", "--devices", *devices.split(), "--out", str(tmp_path / "plan.yaml")]
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "plan", *options])
+    main()
+    plan = read_plan(tmp_path / "plan.yaml")
+    backbone = plan.layouts["backbone"]
+    assert (plan.placement, backbone.tensor, backbone.replicas) == PLANNED[devices]
+    assert backbone.expert > 1
+    layout, backbone, encoder = with_degrees_of_two(plan)
+    assert_equal(read_run(trained(layout, backbone, encoder=encoder)), read_run(trained("auto")))
 
 
-def _cut(candidate: Any) -> dict[str, Any]:
-    """What a plan says of a role, with degrees of two."""
-    layout = candidate.layout
-    degrees = {name: min(2, getattr(layout, name)) for name in ("tensor", "context", "expert", "replicas")}
-    return {"shard": layout.shard, "recompute": candidate.recompute, **degrees}
+def with_degrees_of_two(plan: Allocation) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A plan on eight ranks at most: the words for it, and its backbone and encoder.
+
+    Where roles do not share all ranks, the backbone has one group of what would be several.
+    """
+    roles = {role: _cut(layout, plan.recompute[role]) for role, layout in plan.layouts.items()}
+    backbone, encoder = roles["backbone"], roles["encoder"]
+    if plan.placement != "colocated":
+        backbone["replicas"] = 1
+    ranks = prod(backbone[name] for name in DEGREES)
+    if plan.placement == "colocated":
+        ranks = max(ranks, prod(encoder[name] for name in DEGREES), 2)
+        return f"colocated {ranks}", backbone, encoder
+    return f"{'mixed ' * (plan.placement == 'mixed')}{ranks}+{ranks}", backbone, encoder
+
+
+def _cut(layout: Layout, recompute: str) -> dict[str, Any]:
+    degrees = {name: min(2, getattr(layout, name)) for name in DEGREES}
+    return {"shard": layout.shard, "recompute": recompute, **degrees}
 
 
 @pytest.mark.full
@@ -153,7 +187,18 @@ def test_so_do_adapters_of_the_experts_themselves(trained, layout, backbone, pre
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backbone", [WHOLE, GROUPS], ids=str)
+@pytest.mark.parametrize("backbone", [BOTH, {**WHOLE, **TENSOR}], ids=str)
+def test_so_do_they_beside_layers_that_tensor_ranks_share(trained, backbone):
+    pytest.importorskip("peft")
+    adapters = {**OF_EXPERTS, "target_modules": []}
+    runs = [read_run(trained(*each, adapters=adapters)) for each in (("1+4", backbone), ("auto",))]
+    assert_equal(*runs)
+    trains = [name for name, gradient in runs[0].gradients[0].items() if gradient is not None]
+    assert {"lora_A", "lora_B"} == {name.split(".")[-3] for name in trains if ".language_model." in name}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backbone", [WHOLE, GROUPS, {**WHOLE, **TENSOR}], ids=str)
 def test_muon_steps_experts_that_are_divided(trained, backbone):
     runs = [read_run(trained(*each, muon=True)) for each in (("1+4", backbone), ("auto",))]
     assert_equal(*runs)
@@ -168,6 +213,9 @@ def test_muon_steps_experts_that_are_divided(trained, backbone):
         (("colocated 4", GROUPS), ("1+2", WHOLE)),
         (("1+2", WHOLE), ("1+2", {"shard": "fsdp"})),
         (("1+2", {"shard": "fsdp"}), ("colocated 4", {"expert": 4, "shard": "fsdp"})),
+        (("colocated 4", BOTH), ("1+2", WHOLE)),
+        (("1+2", TENSOR), ("colocated 4", BOTH)),
+        (("colocated 4", BOTH), ("colocated 1",)),
     ],
     ids=str,
 )
@@ -200,10 +248,11 @@ def _from_middle(run: Run) -> Run:
 
 
 @pytest.mark.full
-def test_on_the_same_layout_it_goes_on_to_the_bit(trained):
-    unbroken = trained("1+2", ACROSS, saves_after=MIDDLE)
+@pytest.mark.parametrize(("layout", "backbone"), [("1+2", ACROSS), ("colocated 4", BOTH)], ids=str)
+def test_on_the_same_layout_it_goes_on_to_the_bit(trained, layout, backbone):
+    unbroken = trained(layout, backbone, saves_after=MIDDLE)
     found, expected = (
-        read_run(each) for each in (trained("1+2", ACROSS, resumes=str(unbroken / "middle.ckpt")), unbroken)
+        read_run(each) for each in (trained(layout, backbone, resumes=str(unbroken / "middle.ckpt")), unbroken)
     )
     rest = replace(_from_middle(expected), weights=expected.weights[MIDDLE:])
     assert same_bits(found, rest)

@@ -39,19 +39,27 @@ def published(folder: Path, *, turned: bool = False, **settings: int) -> tuple[i
 @pytest.mark.full
 @pytest.mark.parametrize("turned", [False, True], ids=["as they compute", "the other way round"])
 @pytest.mark.parametrize(
-    ("layout", "backbone"), [("colocated 2", {"expert": 2}), ("1+4", {"expert": 2, "shard": "fsdp"})], ids=str
+    ("layout", "backbone"),
+    [
+        ("colocated 2", {"expert": 2}),
+        ("1+4", {"expert": 2, "shard": "fsdp"}),
+        ("1+4", {"expert": 2, "tensor": 2, "shard": "fsdp"}),
+        ("1+1", {}),
+    ],
+    ids=str,
 )
-def test_a_rank_reads_its_share_of_the_experts(tmp_path, layout, backbone, turned):
+def test_a_rank_reads_its_share_of_the_experts_and_none_without_their_half(tmp_path, layout, backbone, turned):
     experts, rest = published(tmp_path / "model", turned=turned)
     write_steps(tmp_path / "data")
     given = {"data": str(tmp_path / "data"), "model": str(tmp_path / "model"), "layout": layout}
     job = Job("parts", "tests.models.reading_parts:train", ranks_of(layout), {**given, "roles": {"backbone": backbone}})
     seen = read_down(run_jobs(tmp_path, [job])["parts"].check().folder)
     assert not any(rank["differ"] for rank in seen)
-    ranks = 4 if "shard" in backbone else 2
+    ranks = {"colocated 2": 2, "1+4": 4, "1+1": 1}[layout]
     sharing = [rank["read"] for rank in seen if rank["has_experts"]]
     assert len(sharing) == ranks
     assert all(experts / ranks <= read <= experts / ranks + rest for read in sharing), (sharing, experts, rest)
+    assert all(rank["read"] <= rest for rank in seen if not rank["has_experts"])
 
 
 @pytest.mark.full

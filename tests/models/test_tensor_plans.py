@@ -77,13 +77,17 @@ def test_the_layers_of_a_decoder_are_divided_where_the_plan_of_transformers_has_
     assert plan["model.model.language_model.embed_tokens"] == "embedding_rowwise"
 
 
-def test_experts_that_tensor_ranks_would_share_are_refused():
+def test_tensor_ranks_share_experts_that_compute_from_stacks_and_refuse_others():
     family = FAMILIES["qwen3_vl_moe"]
     module = family.kind(family.config)
     module.configure_model()
-    assert module.tensor_plan("encoder", 2)
-    with pytest.raises(ValueError, match=r"has a mixture of experts, which 2 tensor ranks cannot share today"):
-        module.tensor_plan("backbone", 2)
+    plan = module.tensor_plan("backbone", 2)
+    assert plan["model.model.language_model.layers.*.self_attn.q_proj"] == "colwise"
+    assert plan["model.model.language_model.layers.*"] == "divided_tokens"
+    assert not any(".mlp" in name for name in plan)
+    decoder, head = decoder_of("gpt_oss")
+    with pytest.raises(ValueError, match=r"GptOssModel has experts of a kind of their own .* 2 tensor ranks cannot"):
+        decoder_plan(decoder, head, {decoder: "text", head: "head"}, 2)
 
 
 def test_heads_that_tensor_ranks_cannot_share_evenly_are_refused():

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.gradients import local_gradient
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan, divide_layers
+from tests.exactness.mixture import Perceptrons
 from tests.forks import Job, read_down, run_jobs, write_down
 
 PLAN: TensorPlan = {
@@ -34,6 +35,7 @@ REFUSED: dict[str, TensorPlan] = {
     "an odd width": {"half.odd": "colwise"},
     "one of two that are tied": {"half.words": "embedding_rowwise"},
     "all tokens where none are divided": {"half.layers.0": "all_tokens"},
+    "all tokens of experts": {"half.mixture": "all_tokens"},
     "a head where tokens are divided": {
         "half.layers.*": "divided_tokens",
         "half.layers.*.widen": "colwise_gather_output",
@@ -71,6 +73,7 @@ class Words(nn.Module):
         self.layers = nn.Sequential(Widening(), Widening())
         self.odd = nn.Linear(4, 3)
         self.attention = OneKeyHead()
+        self.mixture = nn.ModuleDict({"experts": Perceptrons()})
         self.scores.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -133,6 +136,7 @@ SENTENCES = {
     "an odd width": "'half.odd' has out_features 3, which 2 tensor ranks cannot divide evenly",
     "a part of a key head": "'half.attention.k_proj.weight' makes 1 key and value heads, which 2 tensor ranks cannot",
     "all tokens where none are divided": "the layer that it is part of has no style 'divided_tokens'",
+    "all tokens of experts": "'half.mixture' the style 'all_tokens', but it has experts, to which each tensor rank",
     "a head where tokens are divided": "a layer of divided tokens, which can have 'colwise' and 'rowwise' layers only",
     "one of two that are tied": "Embedding and Linear share one weight, but tensor_plan divides it in one of them only",
 }

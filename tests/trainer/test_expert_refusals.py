@@ -101,6 +101,14 @@ def test_experts_that_cannot_be_divided_are_refused_by_name(mixture, change, wor
 def test_a_degree_that_does_not_divide_the_experts_is_refused(mixture):
     with pytest.raises(ValueError, match=f"'{EXPERTS}' has 4 experts, which 3 ranks cannot share evenly"):
         refuse_undividable_experts({**LAYOUTS, "backbone": Layout(3, expert=3)}, mixture)
+    with pytest.raises(ValueError, match=f"expert 4 and tensor 2, but '{EXPERTS}' has 4 experts, which 8 ranks cannot"):
+        refuse_undividable_experts({**LAYOUTS, "backbone": Layout(4, tensor=2, expert=4)}, mixture)
+
+
+def test_tensor_ranks_of_a_stage_share_no_experts(mixture):
+    refuse_undividable_experts({**LAYOUTS, "backbone": Layout(1, pipeline=2)}, mixture)
+    with pytest.raises(ValueError, match=f"The backbone has tensor 2, but '{EXPERTS}' has experts, .* Leave pipeline"):
+        refuse_undividable_experts({**LAYOUTS, "backbone": Layout(1, tensor=2, pipeline=2)}, mixture)
 
 
 def test_a_half_without_experts_is_refused():
@@ -108,7 +116,8 @@ def test_a_half_without_experts_is_refused():
     module.configure_model()
     with pytest.raises(ValueError, match=r"TinyVLM has no experts there that ranks could share: .* flow\.Experts"):
         refuse_undividable_experts(LAYOUTS, module)
-    refuse_undividable_experts({**LAYOUTS, "backbone": Layout(2)}, module)
+    for layout in (Layout(2), Layout(1, tensor=2)):
+        refuse_undividable_experts({**LAYOUTS, "backbone": layout}, module)
 
 
 def test_an_expert_degree_fits_into_the_ranks_that_share_weights():
