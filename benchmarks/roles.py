@@ -69,7 +69,7 @@ WITHIN = 0.03
 """Aim: how far the automatic choice may be behind the fastest."""
 
 _NAME = "roles"
-_RANKS, _SAMPLES = 8, 96
+_RANKS, _SAMPLES = 8, 160
 _WARMUP, _STEPS = 1, 3
 _STEP_SECONDS = 4.0  # of work of each rank in a step
 _DEADLINE = 240.0
@@ -193,7 +193,8 @@ class Cell:
 
     def measured(self) -> dict[str, MeasuredCosts]:
         """Costs as a run would have measured them, of the module with two encoders' roles and of that with one."""
-        per_unit = self.costs().per_unit
+        costs = self.costs()
+        per_unit = costs.per_unit
         alone = Processors(tuple((rank,) for rank in range(self.ranks)), 1.0)
         found = {}
         for kind, module in ((OWN, SleepingRoles), (POOLED, PooledRoles)):
@@ -201,7 +202,7 @@ class Cell:
             roles = {role: _half(per_unit[role], weights[role]) for role in module.halves}
             origin = ProfileOrigin("roles that sleep", "a device", {}, {"precision": "32-true"})
             profile, graph = Profile(origin, roles, 0, behind=("generator",)), graph_of(module.halves)
-            steps = first_steps(roles_data(self.samples, _WARMUP + self.steps, pooled=kind == POOLED))
+            steps = first_steps(roles_data(self.samples, _WARMUP + self.steps, costs, pooled=kind == POOLED))
             memory = {"rank_bytes": self.mix.memory, "graph": graph}
             found[kind] = MeasuredCosts(profile, steps, self.ranks, alone, KEPT_BATCHES, **memory)
         return found

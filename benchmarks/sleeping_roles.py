@@ -38,8 +38,7 @@ WIDTH = 16
 
 PATCH_DIM = 4
 CONDITION_ROWS = 8
-TOKEN_BUDGET, ENCODER_BUDGET = 2048, 1024
-PACKING = PackingConfig(CostModel(1.0, 0.0, 0.0), CostModel(1.0, 0.0, 0.0))
+TOKEN_BUDGET, ENCODER_BUDGET = 1024, 512
 KEPT_BATCHES = 4
 """Encoder batches whose activations a rank keeps: the strategy's default."""
 
@@ -139,6 +138,12 @@ class SleepingCosts:
     def of(self, role: str, units: int) -> PassTimes:
         """Seconds of forward and of backward."""
         return in_two_passes(self.per_unit[role] * units)
+
+    @property
+    def packing(self) -> PackingConfig:
+        """How steps are packed by these costs."""
+        backbone, encoder = (CostModel(self.per_unit[role], 0.0, 0.0) for role in ("backbone", "encoder"))
+        return PackingConfig(backbone, encoder)
 
 
 class _Sleep(torch.autograd.Function):
@@ -273,8 +278,8 @@ class RolesJob:
     steps: int
 
 
-def roles_data(samples: int, steps: int, *, pooled: bool) -> FlowDataModule:
-    """The data module of so many steps; see `DrawnSamples`."""
+def roles_data(samples: int, steps: int, costs: SleepingCosts | None = None, *, pooled: bool) -> FlowDataModule:
+    """The data module of so many steps, packed by these costs; see `DrawnSamples`."""
     return FlowDataModule(
         DrawnSamples(samples * steps, pooled=pooled),
         tokenizer=TOKENIZER,
@@ -282,7 +287,7 @@ def roles_data(samples: int, steps: int, *, pooled: bool) -> FlowDataModule:
         encoder_budget=ENCODER_BUDGET,
         global_batch_size=samples,
         seed=0,
-        packing=PACKING,
+        packing=PackingConfig() if costs is None else costs.packing,
     )
 
 
@@ -310,4 +315,4 @@ def train(job: RolesJob) -> None:
         enable_model_summary=False,
         default_root_dir=job.folder,
     )
-    trainer.fit(module, roles_data(job.samples, job.warmup + job.steps, pooled=pooled))
+    trainer.fit(module, roles_data(job.samples, job.warmup + job.steps, job.costs, pooled=pooled))
