@@ -1,4 +1,4 @@
-"""Placements of two encoders, a backbone and a generator: which are run, and when the automatic choice is near enough."""
+"""Placements of two encoders, a backbone and a generator: which are run, and when the choice is near enough."""
 
 from __future__ import annotations
 
