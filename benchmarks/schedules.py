@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulated_records import emulated_data
-from benchmarks.emulation import EmulatedCost, EmulatedVLM, SleepingVLM
+from benchmarks.emulation import EmulatedCost, EmulatedVLM
 from benchmarks.ideal import Rules
 from benchmarks.measure import Meter
 from benchmarks.precedence import take_precedence
-from flowtrain_lightning import FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings, RoleLayout
-from flowtrain_lightning.allocator import BACKBONE, ENCODER, Placement, default_allocation
+from flowtrain_lightning import FlowModule, FlowTrainStrategy, PackedBatch, PackedMedia, PoolSettings, RoleLayout
+from flowtrain_lightning.allocator import BACKBONE, Placement, default_allocation
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.packing import StepPlan
 
@@ -95,8 +95,8 @@ class EmulatedJob:
         return 1000 if self.schedule == "batch-synchronous" else _KEPT_BATCHES
 
 
-class EncoderFirst(SleepingVLM):
-    """The same, but no backbone begins before every encoder has done its forwards of the whole step.
+class EncoderFirst(FlowModule):
+    """A module whose backbone does not begin before every encoder has done its forwards of the whole step.
 
     Encoder ranks note in a shared file the last step whose forwards are done; the backbone waits for all of them. It
     is mixed into a class that sleeps.
@@ -112,14 +112,16 @@ class EncoderFirst(SleepingVLM):
         """Notes how many forwards there are until this step's end."""
         strategy = self.trainer.strategy
         assert isinstance(strategy, FlowTrainStrategy)
-        self._own = strategy.allocation.rank_within(ENCODER, strategy.global_rank)
+        allocation = strategy.allocation
+        encoding = sorted({rank for role in allocation.producers for rank in allocation.ranks[role]})
+        self._own = encoding.index(strategy.global_rank) if strategy.global_rank in encoding else None
         self._steps += 1
-        if self._own is not None:
-            self._planned += len(batch.program.roles[ENCODER].batches)
+        own = [batch.program.roles[role] for role in allocation.producers if role in batch.program.roles]
+        self._planned += sum(len(lane.batches) for lane in own)
         self._note()
         return super().training_step(batch, batch_idx)
 
-    def encode(self, media: PackedMedia) -> Tensor:
+    def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Counts the forward."""
         features = super().encode(media)
         if torch.is_grad_enabled():  # without gradients it only looks at what features are
@@ -128,8 +130,8 @@ class EncoderFirst(SleepingVLM):
         return features
 
     def backbone_step(self, batch: PackedBatch, features: dict[str, Any], stage: str) -> Any:
-        """Waits for all forwards."""
-        while int(self._done.min()) < self._steps:
+        """Waits for all forwards; not where it only looks at what rows are, before anything is encoded."""
+        while stage == "train" and int(self._done.min()) < self._steps:
             time.sleep(_POLL_SECONDS)
         return super().backbone_step(batch, features, stage)
 

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
 from flowtrain_lightning.compute.generation import generate_greedily
+from flowtrain_lightning.compute.named_losses import LossOutput, with_rows
 from flowtrain_lightning.compute.step_logging import StepLogging
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
-from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, StepBatch
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, SampleSizes, StepBatch
 from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight
@@ -71,8 +72,8 @@ class FlowModule(HeldHalves, StepLogging):
         edges: modality -> the half that encodes it and the half that reads the features and computes the loss; not
             needed with the names above. An edge that leaves that half leads to one that generates: ``"generated"`` is
             the modality of images whose part of a record says ``"generate": true``.
-        loss_weights: half -> the weight of its loss, of a module whose half ``"generator"`` has a loss beside the
-            backbone's; 1 where it is missing. Each loss is divided by its own count over all ranks.
+        loss_weights: half -> the weight of its loss, where the backbone's is not the only one; 1 where it is missing.
+            Or the name of a further loss of ``loss`` -> its weight. Each is divided by its own count over all ranks.
         condition_rows: places that an image to be generated has among the tokens, see ``condition``.
         values_per_patch: numbers that ``generator_loss`` counts for each patch of an image, where they are others than
             the patch has, as those of latents are.
@@ -174,9 +175,16 @@ class FlowModule(HeldHalves, StepLogging):
         """
         raise NotImplementedError(f"{type(self).__name__} must define merge, which generate calls too.")
 
-    def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int | Tensor]:
-        """The backbone's outputs -> the loss **summed** over target tokens, and their number."""
+    def loss(self, outputs: Any, batch: PackedBatch) -> LossOutput:
+        """The backbone's outputs -> the loss **summed** over target tokens, and their number.
+
+        Of several losses a dictionary of such pairs, the backbone's under the name of its half.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define loss.")
+
+    def loss_counts(self, sizes: SampleSizes) -> Mapping[str, int]:
+        """How many terms each further loss of ``loss`` has in a step of such sizes; by default there is none."""
+        return {}
 
     def condition(self, outputs: Any, batch: PackedBatch) -> Tensor | tuple[Tensor, ...]:
         """Backbone ranks: the backbone's outputs -> what the generator reads of them.
@@ -195,9 +203,6 @@ class FlowModule(HeldHalves, StepLogging):
         Args:
             items: of any microbatches, packed. Random numbers are to come from it: `PackedTargets.normal_like`.
             condition: what ``condition`` returned for these items, in their order.
-
-        Returns:
-            the loss and the number of values over which it was summed.
         """
         raise NotImplementedError(f"{type(self).__name__} must define generator_loss.")
 
@@ -210,8 +215,8 @@ class FlowModule(HeldHalves, StepLogging):
             stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
 
         Returns:
-            the summed loss and the number of target tokens, and behind these what ``condition`` returns where there is
-            a generator; for ``"predict"`` anything, by default what ``generate`` returns.
+            what ``loss`` returns, and behind it what ``condition`` returns where there is a generator; for
+            ``"predict"`` anything, by default what ``generate`` returns.
         """
         if stage == "predict":
             return self.generate(batch, features)
@@ -220,15 +225,15 @@ class FlowModule(HeldHalves, StepLogging):
             if own is None:
                 outputs = backbone(**self.merge(batch, features))
                 loss = self.loss(outputs, batch)
-                return (*loss, self.condition(outputs, batch)) if self.role_graph.behind else loss
+                return with_rows(loss, self.condition(outputs, batch)) if self.role_graph.behind else loss
             arguments = self.slice_tokens(self.merge(batch, with_summed_gradients(features)), own)
             return self.loss(backbone(**arguments), batch.slice_tokens(own))
 
-    def step_alone(self, batch: PackedBatch, features: Features) -> tuple[Tensor, int | Tensor] | None:
+    def step_alone(self, batch: PackedBatch, features: Features) -> LossOutput | None:
         """One sample as it was computed before anything was changed for packing; only the packing check asks for it.
 
         By default None: `backbone_step` on one sample is that. A module whose attention is another one than its model's
-        own returns what the model itself gives: the summed loss and the number of target tokens.
+        own returns what ``loss`` gives for the model itself.
 
         Raises:
             TypeError: the model itself takes other features than ``encode`` gives; the check refuses that by its words.
@@ -236,11 +241,7 @@ class FlowModule(HeldHalves, StepLogging):
         return None
 
     def generate(self, batch: PackedBatch, features: Features) -> list[tuple[int, list[int]]]:
-        """Greedy continuation of every sequence, at most ``max_new_tokens`` up to ``end_token``.
-
-        Returns:
-            data set index and new token ids of every sequence.
-        """
+        """Greedy continuation of every sequence up to ``end_token``: its data set index and new token ids."""
         return generate_greedily(self, batch, features)
 
     def tensor_plan(self, role: str, ranks: int) -> TensorPlan:

@@ -19,9 +19,10 @@ from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
+from flowtrain_lightning.compute.named_losses import ReturnedLosses, described, loss_names, returned_losses
 from flowtrain_lightning.compute.stage_step import StageStep, where_stages_look
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
-from flowtrain_lightning.compute.user_methods import UserMethods, described
+from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.packing.stage_entries import HIDDEN
@@ -70,7 +71,9 @@ class Compute:
         self._has_autocast = torch.amp.is_autocast_available(device.type)
         self._casts = WeightCasts(device.type)
         self._keeps_casts = frozenset(keeps_casts)
-        self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(MetricAccumulator)
+        self._names = loss_names(module)
+        self._accumulator = partial(MetricAccumulator, self._names[1:])
+        self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(self._accumulator)
         self.metrics_behind: defaultdict[str, defaultdict[str, MetricAccumulator]] = defaultdict(
             lambda: defaultdict(MetricAccumulator)
         )
@@ -161,13 +164,13 @@ class Compute:
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """The user's ``backbone_step``: the summed loss, or what it returns for predictions; and rows that others read.
 
-        The loss, its target tokens and the logged values go into the stage's metrics; the loss is returned to be
+        Losses, their counts and logged values go into the stage's metrics; the loss, or ``[losses]``, is returned to be
         differentiated. Of a stage ``chunk`` says which blocks compute; where they are not the last, rows are hidden
         states.
 
         Raises:
-            TypeError: a step with a loss returned something else than one summed loss and a number of tokens, and rows
-                where some role reads them.
+            TypeError: a step with a loss returned something else than summed losses and their counts, and rows where
+                some role reads them.
             ValueError: the rows are not as many as what is to be generated has places in the microbatch.
         """
         if batch.tokens.device != self.device:
@@ -177,16 +180,17 @@ class Compute:
             with self._module.logging_refused("predictions"):
                 return self._call(self._trunk, self._module.backbone_step, batch, features, stage), ()
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
-        metrics = self.metrics[stage] if batch.samples and counts else MetricAccumulator()
+        metrics = self.metrics[stage] if batch.samples and counts else self._accumulator()
         with self._module.logging_into(metrics):
             which = () if self._stage is None else (chunk,)
             output = self._call(self._trunk, self._backbone_step, batch, features, stage, *which)
         if self._stage is not None and not self._stage.ends_in(chunk):
             return None, self._checked_width((output,), HIDDEN, "backbone_step has hidden states")
-        rows = self._checked_rows(output, batch) if self._generated else ()
-        loss, tokens = self._checked(output[:2] if rows else output)
-        metrics.close_microbatch(loss, tokens)
-        return loss, rows
+        returned = self._returned(output)
+        rows = self._checked_rows(returned.rest, batch) if self._generated else ()
+        first, *beside = zip(returned.losses, returned.counts, strict=True)
+        metrics.close_microbatch(*first, beside)
+        return returned.loss, rows
 
     def generate(
         self,
@@ -221,9 +225,9 @@ class Compute:
         with self._module.logging_into(metrics):
             given = condition[0] if len(condition) == 1 else condition
             output = self._call(role, self._module.generator_loss, items, given)
-        loss, count = self._checked(output, "generator_loss")
-        metrics.close_microbatch(loss, count)
-        return loss
+        returned = returned_losses(output, (role,), f"{self._name}.generator_loss")
+        metrics.close_microbatch(returned.loss, *returned.counts)
+        return returned.loss
 
     def check_context(self, batch: PackedBatch, features: Features, chunk: int = 0) -> None:
         """Before the first microbatch of a step that trains: context ranks compute what one rank does.
@@ -247,25 +251,26 @@ class Compute:
 
         def step(batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
             with self._module.logging_into(MetricAccumulator()):
-                if self._stage is not None:
-                    return self._checked(self._stage.on_trial(batch, features, self._chunk_on_trial))
-                return self._checked(self._module.backbone_step(batch, features, "train"))
+                if self._stage is None:
+                    return self._returned(self._module.backbone_step(batch, features, "train")).summed
+                found = self._stage.on_trial(batch, features, self._chunk_on_trial)
+                return self._returned(found).summed if self._stage.ends_in(self._chunk_on_trial) else found
 
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
         return ContextCheck(step, half, engine, LossInParts(self._module), partial(kept_metrics, self._module))
 
-    def _checked_rows(self, output: Any, batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Checks the rows that ``backbone_step`` returned beside the loss and its count."""
+    def _checked_rows(self, returned: tuple[Any, ...], batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Checks the rows that ``backbone_step`` returned behind its losses."""
         places = sum(len(batch.media_positions.get(modality, ())) for modality in self._generated)
-        match output:
-            case (_, _, Tensor() as rows):
+        match returned:
+            case (Tensor() as rows,):
                 found: tuple[Tensor, ...] = (rows,)
-            case (_, _, (Tensor(), *_) as several):
+            case ((Tensor(), *_) as several,):
                 found = tuple(several)
             case _:
                 raise TypeError(
-                    f"{self._name}.backbone_step returned {described(output)}; where a role reads rows of its "
-                    "outputs, return three: the summed loss, the number of target tokens, and what `condition` returns."
+                    f"{self._name}.backbone_step returned {described(returned)} behind its loss; where a role reads "
+                    "rows of its outputs, return behind what `loss` returns what `condition` returns."
                 )
         for rows in found:
             if rows.shape[0] != places:
@@ -276,18 +281,13 @@ class Compute:
                 )
         return self._checked_width(found, next(iter(self._generated)), "condition returned rows")
 
-    def _checked(self, output: Any, method: str = "loss (or backbone_step)") -> tuple[Tensor, int | float | Tensor]:
-        """Checks the loss and the number of targets that a method returned."""
-        match output:
-            case (Tensor() as loss, (int() | float() | Tensor()) as tokens) if loss.numel() == 1:
-                if loss.is_meta and self.device.type != "meta":
-                    raise RuntimeError(self._explained(self._trunk, "The loss is on device meta and has no value."))
-            case _:
-                raise TypeError(
-                    f"{self._name}.{method} returned {described(output)}; return a pair: the loss "
-                    "summed over the target tokens, a tensor of one element, and the number of these tokens."
-                )
-        return loss, tokens
+    def _returned(self, output: Any) -> ReturnedLosses:
+        """Checks the losses and their counts that ``loss`` or ``backbone_step`` returned."""
+        method = f"{self._name}.loss (or backbone_step)"
+        returned = returned_losses(output, self._names, method, more=bool(self._generated))
+        if self.device.type != "meta" and any(loss.is_meta for loss in returned.losses):
+            raise RuntimeError(self._explained(self._trunk, "The loss is on device meta and has no value."))
+        return returned
 
     def backward(
         self,

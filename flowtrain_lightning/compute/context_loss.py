@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.compute.named_losses import loss_names, returned_losses
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import PackedBatch
 
@@ -118,7 +119,8 @@ class LossInParts:
             with self._module.logging_into(MetricAccumulator()):
                 return self._module.loss(outputs, batch)
 
-        loss, _ = call(forward)
+        method = f"{type(self._module).__name__}.loss"
+        loss, _ = returned_losses(call(forward), loss_names(self._module), method).summed
         return float(loss), loss.dtype
 
 

@@ -51,9 +51,13 @@ class MetricAccumulator:
 
     Names are agreed when they first occur; from then on one summed vector per step carries everything. Nothing is read
     from the device before the step ends.
+
+    Args:
+        beside: names of further losses, each summed over a count of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Sequence[str] = ()) -> None:
+        self._beside: dict[str, list[tuple[Tensor, Number]]] = {name: [] for name in beside}
         self._options: dict[str, dict[str, Any]] = {}
         self._agreed: list[str] = []
         self._pending: list[tuple[str, float | Tensor]] = []
@@ -84,16 +88,23 @@ class MetricAccumulator:
             (name, value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value))
         )
 
-    def close_microbatch(self, loss: Tensor, tokens: Number) -> None:
+    def close_microbatch(self, loss: Tensor, tokens: Number, beside: Iterable[tuple[Tensor, Number]] = ()) -> None:
         """Keeps what the microbatch that just ended gave; the next ``record`` belongs to the next one.
 
         Nothing is computed before the step ends, and then over all microbatches at once.
+
+        Args:
+            loss: summed over its target tokens.
+            tokens: how many these are.
+            beside: the same of each further loss, in order.
         """
         for name, value in self._pending:
             self._values.setdefault(name, []).append((len(self._losses), value))
         self._pending.clear()
         self._losses.append(loss.detach())
-        self._tokens.append(tokens.detach().double() if isinstance(tokens, Tensor) else tokens)
+        self._tokens.append(_counted(tokens))
+        for found, (further, count) in zip(self._beside.values(), beside, strict=True):
+            found.append((further.detach(), _counted(count)))
 
     def agree(self, stop: bool, sum_over_ranks: SumOverRanks, gather_over_ranks: GatherOverRanks) -> StepReport:
         """Sums over all backbone ranks and begins the next step's metrics.
@@ -113,6 +124,9 @@ class MetricAccumulator:
             vector = sum_over_ranks(self._vector(stop))
         loss, tokens, stopping, _, *sums = vector.tolist()
         report = StepReport(loss / tokens if tokens else 0.0, tokens, stopping > 0)
+        for name in self._beside:
+            summed, count, *sums = sums
+            report.losses[name] = summed / count if count else 0.0, count
         for name, total, weight in zip(self._agreed, sums[::2], sums[1::2], strict=True):
             if weight:
                 report.values[name] = total / weight
@@ -122,11 +136,13 @@ class MetricAccumulator:
 
     def clear(self) -> None:
         """Forgets what was collected, as of a step that has failed; the names that are agreed stay so."""
-        for collected in (self._losses, self._tokens, self._values, self._pending):
+        for collected in (self._losses, self._tokens, self._values, self._pending, *self._beside.values()):
             collected.clear()
 
     def _vector(self, stop: bool) -> Tensor:
         numbers = [*self._losses, *self._tokens]
+        for found in self._beside.values():
+            numbers += [number for pair in found for number in pair]
         for name in self._agreed:
             numbers += [value for _, value in self._values.get(name, ())]
         read = iter(_on_host(numbers))
@@ -138,6 +154,9 @@ class MetricAccumulator:
                     "step's summed loss is divided. Return how many labels count in the microbatch: 0 or more."
                 )
         sums: list[float] = []
+        for found in self._beside.values():
+            pairs = [(next(read), next(read)) for _ in found]
+            sums += (sum(summed for summed, _ in pairs), sum(count for _, count in pairs))
         for name in self._agreed:
             weights = [tokens[microbatch] for microbatch, _ in self._values.get(name, ())]
             weighed = [weight * value for weight, value in zip(weights, read, strict=False) if weight > 0]
@@ -161,3 +180,7 @@ def _on_host(numbers: Sequence[Number]) -> list[float]:
         return list(map(float, numbers))
     came = iter(torch.stack([each.double().reshape(()) for each in there]).tolist())
     return [next(came) if isinstance(n, Tensor) and not n.is_cpu else float(n) for n in numbers]
+
+
+def _counted(count: Number) -> Number:
+    return count.detach().double() if isinstance(count, Tensor) else count

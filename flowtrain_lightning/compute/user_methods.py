@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 class UserMethods(HalvedModule, Protocol):
     """The methods of the user's module that a step calls; `FlowModule` has them."""
+
+    loss_weights: Mapping[str, float]
 
     @property
     def staged(self) -> StageForward | None:
@@ -34,12 +37,3 @@ class UserMethods(HalvedModule, Protocol):
 
     def logging_refused(self, where: str) -> AbstractContextManager[None]:
         """Inside, ``log`` raises."""
-
-
-def described(value: Any) -> str:
-    """What a method has returned, in words."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(described, value))})"
-    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"

@@ -41,10 +41,10 @@ class WholeModule(UserMethods, WeighedModule, Protocol):
 
 
 class _Loss(NamedTuple):
-    """A summed loss, and the gradient of it."""
+    """Summed losses, and the gradient of them."""
 
     loss: Tensor
-    seed: float
+    seed: Tensor
 
 
 class WholeModuleRunner:
@@ -83,7 +83,7 @@ class WholeModuleRunner:
                 seeded = [each for each in losses_of if each.loss.requires_grad]
                 if seeded:
                     losses = tuple(each.loss for each in seeded)
-                    seeds = tuple(torch.full_like(each.loss, each.seed) for each in seeded)
+                    seeds = tuple(each.seed for each in seeded)
                     self._compute.backward(self._graph.trunk, losses, seeds, last=number == final)
                 if shared is not None:
                     shared.give_back(number)
@@ -134,7 +134,7 @@ class WholeModuleRunner:
         loss, rows = self._microbatch(batch, number, stage, shared)
         if loss is None:
             return []
-        found, first = [_Loss(loss, self._losses.seed(batch.plan, self._graph.trunk))], 0
+        found, first = [_Loss(loss, self._losses.gradient(loss, batch.plan, self._graph.trunk))], 0
         for index, media in batch.read_by(number):
             if media.modality not in self._graph.generated:
                 continue
@@ -143,7 +143,8 @@ class WholeModuleRunner:
             condition, first = tuple(each[first:end] for each in rows), end
             (role,) = self._graph.behind
             generated = self._compute.generate(role, items, condition, stage=stage, number=self._stream(index))
-            found.append(_Loss(generated, self._losses.seed(batch.plan, role, self._compute.patch_dims[role])))
+            patch_dim = self._compute.patch_dims[role]
+            found.append(_Loss(generated, self._losses.gradient(generated, batch.plan, role, patch_dim)))
         return found
 
     def _forget(self, stage: str) -> None:

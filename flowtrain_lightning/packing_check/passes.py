@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.compute.feature_spec import as_features
+from flowtrain_lightning.compute.named_losses import ReturnedLosses, loss_names, returned_losses
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.data.loading.collate import pack_media
@@ -162,8 +163,12 @@ class Passes:
 
     def alone(self, members: Sequence[int], features: FeaturesOfItems) -> Pass | None:
         """Runs each sample by itself as it was computed before anything was changed for packing, if that differs."""
-        one_by_one = [[member] for member in members]
-        return self._over(one_by_one, features, lambda batch, given, _: self.module.step_alone(batch, given))
+
+        def step(batch: PackedBatch, given: Features, _: Sequence[int]) -> tuple[Tensor, Any] | None:
+            output = self.module.step_alone(batch, given)
+            return None if output is None else self._returned(output, "step_alone").summed
+
+        return self._over([[member] for member in members], features, step)
 
     def _over(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems, step: Step) -> Pass | None:
         found = Pass()
@@ -218,13 +223,13 @@ class Passes:
         self.before_call()
         with self.module.logging_into(MetricAccumulator()):
             output = self.module.backbone_step(batch, features, "train")
-        match output:
-            case (Tensor() as loss, (int() | float() | Tensor()) as count, *rows) if loss.numel() == 1:
-                return loss.reshape(()), count, tuple(rows)
-        raise TypeError(
-            f"{type(self.module).__name__}.loss (or backbone_step) returned {type(output).__name__}; return a pair: "
-            "the loss summed over the target tokens, a tensor of one element, and the number of these tokens."
-        )
+        returned = self._returned(output, "loss (or backbone_step)")
+        return *returned.summed, returned.rest
+
+    def _returned(self, output: Any, method: str) -> ReturnedLosses:
+        """Reads the losses that a method returned."""
+        named = f"{type(self.module).__name__}.{method}"
+        return returned_losses(output, loss_names(self.module), named, more=bool(self.module.role_graph.behind))
 
     @torch.no_grad()
     def loss_alone(self, member: int, features: FeaturesOfItems, batch: PackedBatch) -> float:

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain_lightning.compute.feature_spec import as_features
+from flowtrain_lightning.compute.named_losses import loss_names, returned_losses
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.data import Features, PackedMedia, PackedTargets
 from flowtrain_lightning.module import FlowModule
@@ -120,7 +121,9 @@ def _count(module: FlowModule, probe: Probe) -> Passes:
         features |= as_features(media.modality, leaves)
         found[role] = encoding, counter.backward(outputs)
     with module.logging_into(MetricAccumulator()):
-        (loss, _, *made), forward = counter.run(lambda: module.backbone_step(probe.packed, features, "train"))
+        output, forward = counter.run(lambda: module.backbone_step(probe.packed, features, "train"))
+        returned = returned_losses(output, loss_names(module), "backbone_step", more=True)
+        made = returned.rest
         rows = tuple(made[0]) if made and isinstance(made[0], tuple) else tuple(made)
         read = tuple(row.detach().requires_grad_(row.requires_grad) for row in rows)
         for role in filter(probe.media.__contains__, graph.behind):
@@ -129,7 +132,7 @@ def _count(module: FlowModule, probe: Probe) -> Passes:
             given = read[0] if len(read) == 1 else read
             (drawn, _), drawing = counter.run(partial(module.generator_loss, items, given))
             found[role] = drawing, counter.backward((drawn,))
-    found[graph.trunk] = forward, counter.backward((loss, *rows))
+    found[graph.trunk] = forward, counter.backward((*returned.losses, *rows))
     return found
 
 

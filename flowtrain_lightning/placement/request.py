@@ -211,11 +211,6 @@ def why_it_cannot_run(allocation: Allocation) -> str | None:
                 f"({Layout(data=layout.ranks, shard='fsdp').describe()}), either with tensor or context ranks, or "
                 "what DeepSpeed's ZeRO leaves of it (shard 'deepspeed-1', 'deepspeed-2' or 'deepspeed-3')."
             )
-        if layout.by_deepspeed and len(allocation.producers) > 1:
-            return (
-                f"gives the {role} the layout {layout.describe()}, but beside several roles that encode DeepSpeed has "
-                "not been tried. Take shard 'fsdp', which goes with all of them."
-            )
         if layout.by_deepspeed and (layout.ranks_of_member > 1 or allocation.placement == "mixed"):
             return (
                 f"gives the {role} the layout {layout.describe()} in the placement {allocation.placement}, but "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -31,10 +31,12 @@ class FrozenEncoder:
     def __init__(self, module: HalvedModule) -> None:
         self._module = module
         self._seen: dict[str, _Seen] = {}
+        self._roles: dict[str, Collection[str]] = {}
 
-    def note(self, stage: str) -> None:
-        """The weights of now are those with which this stage's next steps may be worked ahead."""
-        self._seen[stage] = self._look()
+    def note(self, stage: str, roles: Collection[str]) -> None:
+        """With the weights that they have now these encoders may work ahead into the stage's next steps."""
+        self._seen[stage] = self._look(roles)
+        self._roles[stage] = roles
 
     def refuse_changes(self, stage: str) -> None:
         """Raises where they are others by now.
@@ -42,7 +44,7 @@ class FrozenEncoder:
         Raises:
             ValueError: names one of them, and what to do.
         """
-        now, then = self._look(), self._seen[stage]
+        now, then = self._look(self._roles[stage]), self._seen[stage]
         changed = [name for name in {**then, **now} if not _is_same(now.get(name), then.get(name))]
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -53,11 +55,11 @@ class FrozenEncoder:
                 "ahead. To let the encoder train from a step on, `requires_grad_(True)` alone is enough."
             )
 
-    def _look(self) -> _Seen:
+    def _look(self, roles: Collection[str]) -> _Seen:
         weights = {
             f"{path}.{name}": weight
             for role, paths in self._module.halves.items()
-            if role in self._module.role_graph.producers
+            if role in roles
             for path in paths
             for name, weight in self._module.get_submodule(path).named_parameters()
         }

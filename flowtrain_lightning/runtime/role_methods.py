@@ -25,7 +25,7 @@ class ForwardResult(NamedTuple):
 
     Attributes:
         rows: that others read.
-        loss: summed; None of a role that has none, or where it is not differentiated.
+        loss: summed, or ``[losses]``; None of a role that has none, or where it is not differentiated.
         seed: the gradient of the loss.
     """
 
@@ -136,8 +136,11 @@ class BackboneMethod:
             self._predictions += [] if is_padding or not self._speaks else [result]
         if result is None or not keep or not result.requires_grad:
             return ForwardResult(made)
-        seed = 1.0 if self._losses is None else self._losses.seed(step.plan, step.plan.graph.trunk)
-        return ForwardResult(made, result, torch.full_like(result, 0.0 if is_padding else seed))
+        if is_padding:
+            return ForwardResult(made, result, torch.zeros_like(result))
+        trunk, losses = step.plan.graph.trunk, self._losses
+        seed = torch.ones_like(result) if losses is None else losses.gradient(result, step.plan, trunk)
+        return ForwardResult(made, result, seed)
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
         """See `RoleMethod`: each microbatch has samples, or is one that others need."""
@@ -185,8 +188,9 @@ class GeneratorMethod:
             )
         if not keep or not loss.requires_grad:
             return ForwardResult()
-        seed = 0.0 if is_padding else self._losses.seed(step.plan, role, compute.patch_dims[role])
-        return ForwardResult(loss=loss, seed=torch.full_like(loss, seed))
+        if is_padding:
+            return ForwardResult(loss=loss, seed=torch.zeros_like(loss))
+        return ForwardResult(loss=loss, seed=self._losses.gradient(loss, step.plan, role, compute.patch_dims[role]))
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
         """See `RoleMethod`: where nothing is learned, other ranks still gather weights in every forward."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -38,6 +38,18 @@ from flowtrain_lightning.runtime.timeline import COMMUNICATION, STALL, DeviceClo
 from flowtrain_lightning.runtime.working_ahead import AheadAlone, AheadTogether, LaterSteps, WorkAhead
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
+
+
+class BegunAhead(NamedTuple):
+    """A step that ranks may have begun before its turn.
+
+    Attributes:
+        name: of the step.
+        roles: those that may have made features for it.
+    """
+
+    name: tuple[int, int]
+    roles: frozenset[str]
 
 
 class RoleRunner:
@@ -116,7 +128,7 @@ class RoleRunner:
         self._frozen = FrozenEncoder(module)
         self._unused_features = {role: UnusedFeatures() for role in encoders if job.rank == ranks[role][0]}
         self._indices = dict.fromkeys(STAGES, 0)
-        self._ahead: dict[str, tuple[int, int] | None] = {}  # stage -> name of the step that may have been begun
+        self._ahead: dict[str, BegunAhead | None] = {}  # stage -> the step that may have been begun
         self._later: LaterSteps | None = None
 
     # ---- what FlowModule calls ----------------------------------------------------------------------------------
@@ -222,9 +234,9 @@ class RoleRunner:
         for buffers in self._buffers.values():
             buffers.share()
         # Features that encoder ranks have published for later steps are void where the rest of an epoch is skipped,
-        # and where a frozen encoder begins to train.
+        # and where an encoder that made some begins to train.
         ahead = self._ahead.get(stage)
-        changes_course = ahead is not None and (step.trains or step.name != ahead)
+        changes_course = ahead is not None and (step.name != ahead.name or not step.unchanged.issuperset(ahead.roles))
         if ahead is not None and not changes_course:
             self._frozen.refuse_changes(stage)
         opened = self._capacity.ensure_capacity(step, anew=changes_course)
@@ -285,14 +297,15 @@ class RoleRunner:
                 )
 
     def _end(self, step: Step, context: RankContext, batch_idx: int, note: Note | None) -> StepReport:
-        steps_left = self._steps_left(step.stage, batch_idx) if self._frozen_works_ahead and not step.trains else 0
-        may_work_ahead = steps_left > 0
-        self._ahead[step.stage] = (step.name[0], step.name[1] + 1) if may_work_ahead else None
-        if may_work_ahead:
-            self._frozen.note(step.stage)
+        works_ahead = self._frozen_works_ahead and bool(step.unchanged)
+        steps_left = self._steps_left(step.stage, batch_idx) if works_ahead else 0
+        following = BegunAhead((step.name[0], step.name[1] + 1), step.unchanged) if steps_left > 0 else None
+        self._ahead[step.stage] = following
+        if following is not None:
+            self._frozen.note(step.stage, following.roles)
         if self.trunk in self._roles:
             return self._step_end.agree(context, step, note)
-        works_ahead = may_work_ahead and self._encoder is not None
+        works_ahead = following is not None and self._encoder in following.roles
         work_ahead = self._work_ahead(step, context, steps_left) if works_ahead else None
         return self._step_end.receive(context, step, note, work_ahead)
 

@@ -34,7 +34,7 @@ class Step:
         program: what this rank does in it.
         stage: one of ``STAGES``.
         index: counts the steps of this stage since the start of the run, alike on all ranks.
-        trains: gradients go back to an encoder.
+        unchanged: roles that encode and have no backwards, so that their features do not depend on the steps before.
         trained: roles that have backwards in the step.
         answered: modalities of the step to whose makers gradients go: to an encoder that trains, and to a trunk, or a
             stage of it, through which they reach weights that train, of its own or of an encoder.
@@ -62,11 +62,11 @@ class Step:
         self.stage = stage
         self.index = index
         encoders = [role for role in graph.producers if role in training]
-        self.trains = bool(encoders)
         # What generates may train alone; then nothing of the trunk is kept, nor of any encoder.
         goes_back = not graph.behind or bool(encoders) or graph.trunk in training
         reached = [*encoders, *([graph.trunk] if goes_back else [])]
         self.trained = frozenset([*reached, *graph.behind] if stage == "train" else [])
+        self.unchanged = frozenset(graph.producers) - self.trained
         hidden = {HIDDEN} & {*self.program.modalities} if graph.trunk in self.trained else set()
         made = (name for name in self.program.modalities if name != HIDDEN)
         self.answered = frozenset([*hidden, *(name for name in made if graph.maker_of(name) in reached)])

@@ -17,16 +17,17 @@ from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import Tensor, nn
 
-from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning import FlowCheckpointIO, FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.callbacks import FlowMonitor
-from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, PackedTargets
+from flowtrain_lightning.data import FlowDataModule, PackedBatch, PackedMedia, PackedTargets, SampleSizes
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.hearing import SAVED_AT, Saver
 from tests.exactness.layouts import SEED, ranks_of
 from tests.exactness.modules import DeepEncoder, DividedBlock, DividedEncoder, divided_blocks
 from tests.exactness.train import Recorder
+from tests.exactness.two_losses import PLACES, places_of, told_places
 from tests.forks import write_down
 from tests.tiny import IMAGES, WIDTH, WORDS, Backbone, Block, TinyVLM, tiny_data
 
@@ -44,6 +45,7 @@ _STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
 STEPS = len(_STEPS)
 NONE_DRAWN, NONE_SHOWN = 1, 2
 WEIGHTS = {"backbone": 0.2, "generator": 1.5}
+ALL_WEIGHTS = {**WEIGHTS, PLACES: 0.4}
 
 
 class DrawingBackbone(Backbone):
@@ -87,6 +89,7 @@ class Drawing(TinyVLM):
         says: it learns words, too.
         weights: of its losses.
         divided: tensor ranks can divide the layers of encoder and backbone.
+        tells: its backbone has another loss beside that of words.
     """
 
     halves: ClassVar = {"encoder": ("encoder",), "backbone": ("backbone", "queries"), "generator": ("drawer",)}
@@ -98,10 +101,11 @@ class Drawing(TinyVLM):
         says: bool = True,
         weights: Mapping[str, float] | None = None,
         divided: bool = False,
+        tells: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.loss_weights = dict(WEIGHTS if weights is None else weights)
+        self.loss_weights = dict((ALL_WEIGHTS if tells else WEIGHTS) if weights is None else weights)
 
     def configure_encoder(self) -> None:
         made = (DividedEncoder if self.hparams["divided"] else DeepEncoder)(1, 0.0)
@@ -122,10 +126,12 @@ class Drawing(TinyVLM):
         arguments["x"] = arguments["x"].index_copy(0, batch.condition_positions, queries)
         return arguments
 
-    def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int]:
-        if not self.hparams["says"]:
-            return outputs.hidden.new_zeros(()), 0
-        return super().loss(outputs.logits, batch)
+    def loss(self, outputs: Any, batch: PackedBatch) -> Any:
+        said = super().loss(outputs.logits, batch) if self.hparams["says"] else (outputs.hidden.new_zeros(()), 0)
+        return {"backbone": said, PLACES: told_places(outputs.logits, batch)} if self.hparams["tells"] else said
+
+    def loss_counts(self, sizes: SampleSizes) -> Mapping[str, int]:
+        return places_of(sizes) if self.hparams["tells"] else {}
 
     def condition(self, outputs: Any, batch: PackedBatch) -> Tensor:
         return outputs.hidden.index_select(0, batch.condition_positions)
@@ -171,7 +177,7 @@ class Mortal(Drawing):
         self._work_as("encoder")
         return super().encode(media)
 
-    def loss(self, outputs: Any, batch: PackedBatch) -> tuple[Tensor, int]:
+    def loss(self, outputs: Any, batch: PackedBatch) -> Any:
         self._work_as("backbone")
         return super().loss(outputs, batch)
 
@@ -258,7 +264,8 @@ def train(
     predictions this rank made.
     """
     chosen: Any = layout.partition(" ")[0]
-    if chosen not in ("auto", "ddp"):
+    is_plain = chosen in ("auto", "ddp")
+    if not is_plain:
         chosen = FlowTrainStrategy(allocation=allocation_of(layout), hang_timeout=120, **(strategy or {}))
     recorder = Recorder()
     L.seed_everything(SEED, verbose=False)
@@ -266,6 +273,7 @@ def train(
         accelerator="cpu",
         devices=ranks_of(layout),
         strategy=chosen,
+        plugins=[FlowCheckpointIO()] if is_plain else None,
         precision="64-true",
         max_steps=STEPS,
         limit_val_batches=0,

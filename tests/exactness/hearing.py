@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import lightning as L
 import numpy as np
@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from flowtrain_lightning import FlowTrainStrategy
-from flowtrain_lightning.allocator import Allocation, Layout
+from flowtrain_lightning.allocator import Allocation, Layout, Sharding
 from flowtrain_lightning.callbacks import FlowMonitor
 from flowtrain_lightning.data import (
     FlowDataModule,
@@ -277,7 +277,8 @@ def allocation_of(
     """``"2+1+3"`` is two ranks for images, one for audio, and three that read both, which come first.
 
     ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one rank both encoders and two more all
-    three. ``"1+1+2 fsdp"`` has what reads in shards, ``"2+1+1 tensor image"`` divides what encodes images.
+    three. ``"1+1+2 fsdp"`` has what reads in shards, or by DeepSpeed ``"1+1+2 deepspeed-2"``, and ``"2+1+1 tensor
+    image"`` divides what encodes images.
 
     Args:
         layout: see above.
@@ -298,7 +299,8 @@ def allocation_of(
     if how:
         role = {"image": image, "audio": audio}.get(how[-1], trunk)
         size = len(ranks[role])
-        layouts[role] = Layout(size, shard="fsdp") if how[0] == "fsdp" else Layout(**{how[0]: size})
+        in_shards = how[0] in get_args(Sharding)
+        layouts[role] = Layout(size, shard=how[0]) if in_shards else Layout(**{how[0]: size})
     return Allocation(placement, layouts, {role: tuple(each) for role, each in ranks.items()})
 
 
@@ -321,11 +323,12 @@ def train(
     wide: bool = False,
     letters: bool = False,
     divided: bool = False,
+    precision: Any = "64-true",
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
 
     Writes ``rank<r>.pt`` as every test of exactness does, and down: the kinds of work that this rank's lanes did in
-    training, the validation's loss, and how many predictions this rank made.
+    training, the validation's loss, how many predictions this rank made, and whether it has worked ahead in training.
     """
     strategy: Any = layout.partition(" ")[0]
     if strategy not in ("auto", "ddp"):
@@ -336,7 +339,7 @@ def train(
         accelerator="cpu",
         devices=ranks_of(layout),
         strategy=strategy,
-        precision="64-true",
+        precision=precision,
         max_steps=STEPS,
         limit_val_batches=0,
         gradient_clip_val=clip,
@@ -351,9 +354,12 @@ def train(
     trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
     spans = trainer.strategy.runner.timeline.spans if isinstance(trainer.strategy, FlowTrainStrategy) else []
-    work = sorted({span.name for span in spans if span.stage == "train" and span.kind == "compute"})
+    spans = [span for span in spans if span.stage == "train"]
+    work = sorted({span.name for span in spans if span.kind == "compute"})
+    ends = {span.step: span.end for span in spans if span.name == "end of the step"}
+    ahead = any(span.start < ends.get(span.step - 1, 0.0) for span in spans if span.kind == "compute")
     trainer.limit_val_batches = 1.0
     (validated,) = trainer.validate(model, memory_data(), verbose=False)
     predicted = trainer.predict(model, memory_data())
-    write_down(folder, [work, validated["val_loss"], sum(len(batch) for batch in predicted or [])])
+    write_down(folder, [work, validated["val_loss"], sum(len(batch) for batch in predicted or []), ahead])
     disconnect_groups()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from flowtrain_lightning.attention import varlen_attention
-from flowtrain_lightning.data import PackedBatch, PackedMedia
+from flowtrain_lightning.data import PackedBatch, PackedMedia, SampleSizes
 from flowtrain_lightning.parallel import TensorPlan, TensorStyle
 from tests.exactness.mixture import (
     EXPERTS,
@@ -24,6 +24,7 @@ from tests.exactness.mixture import (
     adapt_by_peft,
     through_experts,
 )
+from tests.exactness.two_losses import PLACES, places_of, told_places
 from tests.exactness.uneven import Uneven
 from tests.tiny import WIDTH, Backbone, Block, Encoder, TinyVLM
 
@@ -330,6 +331,18 @@ class Particular(Deep):
                 weight.grad.mul_(0.5)
 
 
+class Telling(Divided):
+    """A backbone of two losses."""
+
+    loss_weights: ClassVar = {"backbone": 0.8, PLACES: 0.3}
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> Any:
+        return {"backbone": super().loss(outputs, batch), PLACES: told_places(outputs, batch)}
+
+    def loss_counts(self, sizes: SampleSizes) -> Mapping[str, int]:
+        return places_of(sizes)
+
+
 KINDS: dict[str, type[TinyVLM]] = {
     "tiny": TinyVLM,
     "unused level": UnusedLevel,
@@ -337,6 +350,7 @@ KINDS: dict[str, type[TinyVLM]] = {
     "deep": Deep,
     "divided": Divided,
     "divided tokens": DividedTokens,
+    "two losses": Telling,
     "four divided blocks": FourDivided,
     "six divided blocks": SixDivided,
     "eight divided blocks": EightDivided,

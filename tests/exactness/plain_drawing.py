@@ -17,6 +17,7 @@ from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
 from tests.exactness.drawing import ROWS, STEPS, Drawing, drawings
 from tests.exactness.layouts import SEED
 from tests.exactness.train import Recorder, gradients_of, weights_of
+from tests.exactness.two_losses import PLACES, told_places
 
 
 def train(folder: Path, *, data: str, module: dict[str, Any] | None = None, clip: float | None = None) -> None:
@@ -52,6 +53,7 @@ def _step_losses(model: Drawing, dataset: StepDataset, step: int) -> dict[str, t
     """Half -> the sum of all its losses in a step, and over how many it was taken."""
     said: list[Tensor] = []
     drawn: list[Tensor] = []
+    told: list[tuple[Tensor, int]] = []
     targets = values = 0
     loader = dataset.samples
     for place, sample in enumerate(dataset.sampling.step(0, step).tolist()):
@@ -68,6 +70,8 @@ def _step_losses(model: Drawing, dataset: StepDataset, step: int) -> dict[str, t
                 functional.cross_entropy(outputs.logits, batch.labels, ignore_index=IGNORED_LABEL, reduction="sum")
             )
             targets += int((batch.labels != IGNORED_LABEL).sum())
+        if model.hparams["tells"]:
+            told.append(told_places(outputs.logits, batch))
         condition = outputs.hidden[batch.condition_positions].view(-1, ROWS, outputs.hidden.shape[1])
         for number, own in zip(sorted(record.generated), condition, strict=True):
             media = pack_media([pictures[number]])
@@ -79,4 +83,5 @@ def _step_losses(model: Drawing, dataset: StepDataset, step: int) -> dict[str, t
             drawn.append(loss)
             values += count
     nothing = torch.zeros(())
-    return {"backbone": (sum(said, nothing), targets), "generator": (sum(drawn, nothing), values)}
+    places = {PLACES: (sum((errors for errors, _ in told), nothing), sum(count for _, count in told))} if told else {}
+    return {"backbone": (sum(said, nothing), targets), "generator": (sum(drawn, nothing), values), **places}

@@ -25,9 +25,10 @@ def train(
     clip: float | None = None,
     letters: bool = False,
     divided: bool = False,
+    precision: str = "64-true",
 ) -> None:
     """Trains ``STEPS`` steps, sample after sample, and writes what a layout's rank writes."""
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if precision == "64-true" else torch.float32)
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
     model = module_of(letters=letters, divided=divided)(**(module or {}))
     model.configure_model()
@@ -79,7 +80,7 @@ def loss_of(model: SeeingAndHearing, sample: Sample) -> tuple[Tensor, int]:
 def _encoded(model: SeeingAndHearing, item: Given) -> Tensor:
     length = len(item.values)
     alone = SimpleNamespace(
-        patches=torch.from_numpy(item.values).double(),
+        patches=torch.from_numpy(item.values).to(torch.get_default_dtype()),
         cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
         max_seqlen=length,
     )

@@ -20,6 +20,7 @@ from tests.exactness.layouts import SEED
 from tests.exactness.mixture import PlainBalance
 from tests.exactness.modules import KINDS
 from tests.exactness.train import Named, Recorder, gradients_of, weights_of
+from tests.exactness.two_losses import PLACES, told_places
 from tests.tiny import TinyVLM
 
 
@@ -75,14 +76,20 @@ def _take(model: TinyVLM, weights: Named) -> None:
 
 
 def _step_loss(model: TinyVLM, dataset: StepDataset, step: int) -> Tensor:
-    """The sum of all samples' losses over the number of all target tokens."""
+    """The sum of all samples' losses over the number of all target tokens; of further losses likewise, weighed."""
     losses, targets = [], 0
+    places: list[tuple[Tensor, int]] = []
     for sequence, pictures in samples_of_step(dataset, step):
         features = _encode(model, pictures)
         logits = model.backbone(**model.merge(sequence, features))
         losses.append(functional.cross_entropy(logits, sequence.labels, ignore_index=IGNORED_LABEL, reduction="sum"))
         targets += int((sequence.labels != IGNORED_LABEL).sum())
-    return torch.stack(losses).sum() / targets
+        places += [told_places(logits, sequence)] * (PLACES in model.loss_weights)
+    words, count = torch.stack(losses).sum() / targets, sum(number for _, number in places)
+    if not places:
+        return words
+    told = sum(errors for errors, _ in places) / max(count, 1)
+    return model.loss_weights["backbone"] * words + model.loss_weights[PLACES] * told
 
 
 def samples_of_step(dataset: StepDataset, step: int) -> Iterator[tuple[PackedBatch, list[PackedMedia]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.exactness.compare import Run, error, read_run
-from tests.exactness.drawing import NONE_DRAWN, NONE_SHOWN, STEPS, write_drawings
+from tests.exactness.drawing import ALL_WEIGHTS, NONE_DRAWN, NONE_SHOWN, STEPS, write_drawings
 from tests.exactness.hearing import SAVED_AT
 from tests.exactness.layouts import ranks_of
 from tests.forks import Job, read_down, run_jobs
@@ -20,6 +20,7 @@ LIMIT = 1e-10
 FROZEN_BACKBONE = {"module": {"frozen": ["backbone"]}}
 FROZEN_TOWER = {"module": {"frozen": ["encoder"]}}
 QUERIES_ALONE = {"module": {"frozen": ["encoder", "backbone"]}}
+TWO_LOSSES = {"module": {"tells": True}}
 CASES: dict[str, dict[str, Any]] = {
     "auto": {"layout": "auto"},
     "ddp 2": {"layout": "ddp 2"},
@@ -69,6 +70,17 @@ CASES: dict[str, dict[str, Any]] = {
         "module": {"says": False, "frozen": ["backbone"]},
     },
     "1+2+2, it keeps one": {"layout": "1+2+2", "strategy": {"encoder_activations": 1}},
+    "auto, two losses": {"layout": "auto", **TWO_LOSSES},
+    "1+1+1, two losses": {"layout": "1+1+1", **TWO_LOSSES},
+    "1+2+1, two losses": {"layout": "1+2+1", **TWO_LOSSES},
+    "colocated 2, two losses, clipped": {"layout": "colocated 2", "clip": 0.2, **TWO_LOSSES},
+    "2+2+2 fsdp, two losses": {"layout": "2+2+2 fsdp", **TWO_LOSSES},
+    "1+2+1 tensor backbone, two losses": {
+        "layout": "1+2+1 tensor backbone",
+        "module": {"tells": True, "divided": True},
+    },
+    "1+2+1, two losses, frozen backbone": {"layout": "1+2+1", "module": {"tells": True, "frozen": ["backbone"]}},
+    "1+2+1, two losses, frozen tower": {"layout": "1+2+1", "module": {"tells": True, "frozen": ["encoder"]}},
 }
 QUICK = ["auto", "1+2+1", "colocated 2 fsdp, clipped"]
 ALL = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case not in QUICK)]
@@ -152,7 +164,21 @@ def test_it_goes_on_bit_for_bit_and_on_other_ranks(folder_of: Callable[..., Path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["colocated 2", "2+2+2 fsdp", "1+1+1, frozen backbone", "colocated 2, frozen tower"])
+@pytest.mark.parametrize("case", ["1+2+1, two losses", "2+2+2 fsdp, two losses"])
+def test_both_losses_of_the_backbone_are_logged_by_name_on_every_rank(folder_of: Callable[..., Path], case: str):
+    expected = read_down(folder_of("auto, two losses"))[0]
+    for logged, validated, _ in read_down(folder_of(case)):
+        assert logged == pytest.approx(expected[0], rel=LIMIT)
+        assert validated == pytest.approx(expected[1], rel=LIMIT)
+        weighed = sum(weight * logged[f"train_{name}_loss"] for name, weight in ALL_WEIGHTS.items())
+        assert logged["train_loss"] == pytest.approx(weighed, rel=LIMIT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    ["colocated 2", "2+2+2 fsdp", "1+1+1, frozen backbone", "colocated 2, frozen tower", "1+2+1, two losses", "auto"],
+)
 def test_every_layout_goes_on_bit_for_bit(folder_of: Callable[..., Path], run: Callable[..., Run], case: str):
     resumed, found = read_run(folder_of(case, resume=str(folder_of(case) / "saved.ckpt"))), run(case)
     assert resumed.losses == found.losses[SAVED_AT:]
@@ -168,6 +194,14 @@ def test_every_layout_goes_on_bit_for_bit(folder_of: Callable[..., Path], run: C
         ("2+2+2 fsdp", "1+1+1"),
         ("1+1+1, frozen backbone", "colocated 2 fsdp, frozen backbone"),
         ("colocated 2, frozen tower", "2+1+1 fsdp encoder, frozen tower"),
+        ("1+1+1", "auto"),
+        ("auto", "1+1+1"),
+        ("colocated 2", "auto"),
+        ("auto", "colocated 2"),
+        ("2+2+2 fsdp", "auto"),
+        ("auto", "2+2+2 fsdp"),
+        ("2+2+2 fsdp, two losses", "auto, two losses"),
+        ("auto, two losses", "1+2+1, two losses"),
     ],
 )
 def test_a_checkpoint_moves_between_layouts(

@@ -47,10 +47,12 @@ class Recorder(L.Callback):
         self.initial = weights_of(pl_module)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StepBatch, _: int) -> None:
-        self._has_media = bool(batch.plan.entries)
+        graph, batches = batch.plan.graph, batch.plan.batches
+        idle = [role for role in graph.producers if not any(len(media) for own in batches[role] for media in own)]
+        self._idle = tuple(f"{path}." for role in idle for path in pl_module.halves[role])
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self.gradients.append(gradients_of(pl_module, has_media=self._has_media))
+        self.gradients.append(gradients_of(pl_module, self._idle))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
@@ -81,10 +83,15 @@ def weights_of(module: torch.nn.Module) -> Named:
     return {name: _weight(p) for name, p in module.named_parameters() if not p.is_meta}
 
 
-def gradients_of(module: torch.nn.Module, *, has_media: bool = True) -> Named:
-    """Gradients of the weights that live on this rank, by name; the encoder has none in a step without media."""
+def gradients_of(module: torch.nn.Module, idle: tuple[str, ...] = ()) -> Named:
+    """Gradients of the weights that live on this rank, by name.
+
+    Args:
+        module: has them.
+        idle: how the names of those begin whose encoder has no media in the step, and so no gradient.
+    """
     here = {name: p for name, p in module.named_parameters() if not p.is_meta}
-    return {name: _gradient(p, has_media or not name.startswith("encoder.")) for name, p in here.items()}
+    return {name: _gradient(p, not name.startswith(idle)) for name, p in here.items()}
 
 
 def _weight(parameter: torch.nn.Parameter) -> Tensor:

@@ -276,19 +276,18 @@ def sharing(placement: Any, backbone: int) -> Allocation:
 
 @pytest.mark.parametrize(
     "allocation",
-    [planned("separate", backbone=2, **TWO), sharing("colocated", 2), sharing("mixed", 1)],
-    ids=lambda allocation: allocation.placement,
+    [
+        planned("separate", backbone=2, **TWO),
+        planned("separate", backbone=Layout(2, shard="deepspeed-2"), **TWO),
+        sharing("colocated", 2),
+        sharing("mixed", 1),
+    ],
+    ids=Allocation.describe,
 )
 def test_encoders_of_two_modalities_run_in_every_placement(allocation):
     assert why_it_cannot_run(allocation) is None
     graph = graph_of(("encoder_audio", "encoder_image", "backbone"))
     assert make_request(allocation, None, None, "auto").answer(allocation.size, graph=graph) == allocation.bound(graph)
-
-
-def test_deepspeed_beside_several_encoders_is_refused():
-    allocation = planned("separate", backbone=Layout(2, shard="deepspeed-2"), **TWO)
-    with pytest.raises(AllocationError, match="beside several roles that encode DeepSpeed has not been tried"):
-        refuse_what_cannot_run(allocation, "It")
 
 
 def test_roles_whose_names_say_nothing_are_refused():
