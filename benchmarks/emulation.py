@@ -63,7 +63,7 @@ class EmulatedCost:
         """Seconds of the reduction of gradients, which real ranks do, and of the optimizer."""
         return 0.0, self.optimizer
 
-    def on_the_way(self, lengths: IntArray) -> float:
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
         """Seconds until hidden states are with the next stage, which real ranks move."""
         return 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ class UserMethods(HalvedModule, Protocol):
     """The methods of the user's module that a step calls; `FlowModule` has them."""
 
     @property
-    def staged(self) -> StageForward | None:
-        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+    def staged(self) -> Mapping[str, StageForward]:
+        """Role -> runs the stage of it that this rank holds; without those of which it has all layers, or none."""
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Packed media of one modality -> features."""

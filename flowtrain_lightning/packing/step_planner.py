@@ -79,21 +79,21 @@ def plan_step(
     _refuse_bad_samples(sizes, samples, token_budget)
     if not members.local:
         _refuse_other_modalities(sizes, members)
-    trunk, graph = members.trunk, members.graph
+    trunk, graph, stages = members.trunk, members.graph, members.pipeline.stages
     if microbatches is None:
         given: dict[str, Any] = {"token_budget": token_budget, "cost": cost, "sync_every": sync_every}
-        if members.stages > 1:
-            microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=members.stages, **given)
+        if stages > 1:
+            microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=stages, **given)
         else:
             microbatches = pack_microbatches(sizes.tokens, ranks=members.counts[trunk], **given)
     costs_anywhere = _media_costs(sizes, members, cost, encoder_cost, role_costs or {})
     media_costs = costs_anywhere.copy()
     media_costs[generated_items(sizes, graph)] = 0.0
-    if encoder_cost is None or members.local or members.colocated or not graph.is_simple or members.stages > 1:
+    if encoder_cost is None or members.local or members.colocated or not graph.is_simple or stages > 1:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another, and knows no stages.
         microbatches = _by_media(microbatches, sizes, None if graph.is_simple else media_costs)
-        if members.stages > 1:
+        if stages > 1:
             microbatches = cheap_ends(microbatches, sizes.tokens, cost)
     else:
         encoding = sum(members.counts[role] for role in members.producers)

@@ -44,7 +44,7 @@ class EvenStages:
     def end_of_step(self, role):
         return 1.0, 1.0
 
-    def on_the_way(self, lengths):
+    def on_the_way(self, role, lengths):
         return self.between
 
 
