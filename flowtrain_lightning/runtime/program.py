@@ -259,7 +259,7 @@ class PoolDemand:
         ample: bytes with which no rank waits for room inside the step: all features of the busiest member that is read.
         features: role of this rank -> number of each entry that it makes -> what is reserved for it, in the order in
             which they are put.
-        gradients: the same for the gradients that it returns as a role that reads, by number and part of the entry.
+        gradients: the same for the gradients that it returns as one that reads, by number and part of the entry.
     """
 
     def __init__(self, program: StepProgram, specs: FeatureSpecs) -> None:
@@ -275,7 +275,7 @@ class PoolDemand:
             each_least = (assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized)
             self.least = together * max(each_least, default=0)
         self.features = {name: _reserved(role, specs) for name, role in program.roles.items()}
-        self.gradients = {name: _answers(role, specs) for name, role in program.roles.items()}
+        self.gradients = {name: _answers(role, specs) for name, role in program.roles.items() if role.gives_back}
         if program.holds_all:
             self.features = {role: _held_to_the_end(reserved) for role, reserved in self.features.items()}
             self.gradients = {role: _held_to_the_end(reserved) for role, reserved in self.gradients.items()}
