@@ -63,14 +63,14 @@ class EmulatedCost:
         """Seconds of the reduction of gradients, which real ranks do, and of the optimizer."""
         return 0.0, self.optimizer
 
-    def on_the_way(self, lengths: IntArray) -> float:
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
         """Seconds until hidden states are with the next stage, which real ranks move."""
         return 0.0
 
     @property
     def packing(self) -> PackingConfig:
         """How steps are packed by these costs."""
-        return PackingConfig(CostModel(self.per_token, 0.0, 0.0), CostModel(self.per_patch, 0.0, 0.0))
+        return PackingConfig(CostModel(self.per_token, 0.0, 0.0), {ENCODER: CostModel(self.per_patch, 0.0, 0.0)})
 
 
 class Clock:

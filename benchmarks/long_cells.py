@@ -134,9 +134,9 @@ class SharedTower:
         """Seconds of the reduction of gradients, and of the optimizer."""
         return self.costs.end_of_step(role)
 
-    def on_the_way(self, lengths: IntArray) -> float:
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
         """Seconds until hidden states are with the next stage."""
-        return self.costs.on_the_way(lengths)
+        return self.costs.on_the_way(role, lengths)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class SleepingCosts:
     def packing(self) -> PackingConfig:
         """How steps are packed by these costs."""
         backbone, encoder = (CostModel(self.per_unit[role], 0.0, 0.0) for role in ("backbone", "encoder"))
-        return PackingConfig(backbone, encoder)
+        return PackingConfig(backbone, {"encoder": encoder})
 
 
 class _Sleep(torch.autograd.Function):

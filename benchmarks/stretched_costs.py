@@ -41,9 +41,9 @@ class StretchedCosts:
         reduction, optimizer = self.costs.end_of_step(role)
         return self.stretch * reduction, self.stretch * optimizer
 
-    def on_the_way(self, lengths: IntArray) -> float:
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
         """Seconds until a microbatch's hidden states are with the next stage."""
-        return self.stretch * self.costs.on_the_way(lengths)
+        return self.stretch * self.costs.on_the_way(role, lengths)
 
 
 def packing_by(costs: LayoutCosts, problems: Problems) -> PackingConfig:

@@ -252,7 +252,7 @@ class FlowTrainStrategy(RoleCheckpoints):
         if self.root_device.type == "cpu" and any(layouts[role].gathers_weights for role in self._job.roles):
             give_back_freed_memory()
         in_parts = tuple(role for role in self._job.roles if layouts[role].divides_weights)
-        module.set_local_roles(self._job.roles, in_parts, self._job.stage)
+        module.set_local_roles(self._job.roles, in_parts, self._job.stages)
         rank_zero_info(f"flowtrain: {self._decision.text}")
 
     def _choose_allocation(self) -> PlacementDecision:

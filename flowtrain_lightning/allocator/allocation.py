@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
 from flowtrain_lightning.packing.role_graph import Edge, RoleError, RoleGraph, graph_of
-from flowtrain_lightning.packing.stage_entries import stage_names
+from flowtrain_lightning.packing.stage_entries import part_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
 
@@ -143,18 +143,29 @@ class Allocation:
             colocated={role: tuple(pairs) for role, pairs in shared.items()},
             meets=self.meets,
             producers_per_rank=max(works.values()),
-            stages=self.layouts[self.trunk].pipeline,
-            virtual=self.layouts[self.trunk].stages.chunks,
-            schedule=self.layouts[self.trunk].schedule,
-            slices=self.layouts[self.trunk].context,
+            pipelines={role: self.layouts[role].stages for role in self.roles if self.layouts[role].pipeline > 1},
+            slices={role: self.layouts[role].context for role in self.roles if self.layouts[role].context > 1},
             searched=self._rank_of_each() if self.order == "searched" else {},
         )
 
     def _rank_of_each(self) -> dict[str, tuple[int, ...]]:
-        """Role, or stage of the trunk -> the rank of each member, where each has one."""
-        stages = stage_names(self.trunk, self.layouts[self.trunk].pipeline)
-        of_stages = {name: self.stage_ranks(self.trunk, stage) for stage, name in enumerate(stages)}
-        return {**(of_stages or {self.trunk: self.ranks[self.trunk]}), **{r: self.ranks[r] for r in self.producers}}
+        """Role, or stage of one -> the rank of each member, where each has one."""
+        return {
+            name: self.stage_ranks(role, stage)
+            for role in (self.trunk, *self.producers)
+            for stage, name in enumerate(part_names(role, self.layouts[role].stages))
+        }
+
+    @property
+    def works_ahead(self) -> bool:
+        """Ranks that only encode may begin later steps, if they do not train.
+
+        Of ranks that need each other to encode and are of two kinds, one kind has no time for that; and stages would
+        have to agree on how far they come.
+        """
+        layouts = [self.layouts[role] for role in self.producers]
+        needs_others = self.placement == "mixed" and any(layout.shares_weights for layout in layouts)
+        return not needs_others and all(layout.pipeline == 1 for layout in layouts)
 
     @property
     def meets(self) -> dict[str, Meeting]:
@@ -307,8 +318,8 @@ class Allocation:
             if layout.ranks_of_stage > 1 or layout.meets.binds or layout.virtual > 1 or layout.schedule != "1f1b":
                 raise AllocationError(
                     f"The order is 'searched', but the {role} has {layout.describe()}: an order is searched where no "
-                    "rank needs another one inside of a pass. Give every role whole copies (shard 'replicate'), the "
-                    "trunk with a pipeline if it is to have stages, or leave the order out."
+                    "rank needs another one inside of a pass. Give every role whole copies (shard 'replicate'), with a "
+                    "pipeline if it is to have stages, or leave the order out."
                 )
         if self.order == "searched" and self.is_bound and self.graph.behind:
             raise AllocationError(

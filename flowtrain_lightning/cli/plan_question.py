@@ -24,6 +24,7 @@ from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_choice import Choices, can_run, choose_plans, running_plans
 from flowtrain_lightning.cli.plan_input import read_efficiencies
 from flowtrain_lightning.cli.plan_loading import held_up_by_loading
+from flowtrain_lightning.packing import DEFAULT_COST
 from flowtrain_lightning.placement.drawn_steps import sizes_of, steps_of
 from flowtrain_lightning.placement.profile import Profile
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
@@ -80,8 +81,8 @@ class PlanQuestion:
             return None
         profile = self.profile
         sizes = sizes_of(self.workload) if self.data is None else read_sizes(self.data, modalities)
-        balanced_by = () if profile is None else (profile.cost, profile.media_costs)
-        steps = steps_of(self.workload, sizes, *balanced_by)
+        cost, media_costs = (DEFAULT_COST, {}) if profile is None else (profile.cost, profile.media_costs)
+        steps = steps_of(self.workload, sizes, cost, media_costs)
         return PlanSimulator(self.problems, steps)
 
     def answer(self) -> Choices:

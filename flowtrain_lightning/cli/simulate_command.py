@@ -27,7 +27,7 @@ from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
 from flowtrain_lightning.cli.plan_loading import decoding_seconds
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
-from flowtrain_lightning.packing import IMAGE, PackingError, SampleSizes
+from flowtrain_lightning.packing import DEFAULT_COST, IMAGE, PackingError, SampleSizes
 from flowtrain_lightning.placement.drawn_steps import steps_of
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts, ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
@@ -61,8 +61,8 @@ def run() -> None:
     budgets = (_token_budget(options.token_budget, profile), options.encoder_budget)
     workload = in_steps(_workload(sizes, *budgets), options, is_assumed=False)
     costs, decoding = _costs(options, allocation, workload, profile)
-    balanced_by = () if profile is None else (profile.cost, profile.media_costs)
-    steps = steps_of(workload, sizes, *balanced_by, count=options.steps, seed=options.seed)
+    cost, media_costs = (DEFAULT_COST, {}) if profile is None else (profile.cost, profile.media_costs)
+    steps = steps_of(workload, sizes, cost, media_costs, options.steps, options.seed)
     found = simulate(steps.packed(allocation), allocation, costs, options.encoder_activations)
     if decoding is not None:
         found = found.waiting_for(decoding)

@@ -13,19 +13,20 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.compute.checked_outputs import checked_condition, checked_features
 from flowtrain_lightning.compute.context_check import ContextCheck
 from flowtrain_lightning.compute.context_loss import LossInParts
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_features import KeptFeatures
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
-from flowtrain_lightning.compute.named_losses import ReturnedLosses, described, loss_names, returned_losses
-from flowtrain_lightning.compute.stage_step import StageStep, where_stages_look
+from flowtrain_lightning.compute.named_losses import ReturnedLosses, loss_names, returned_losses
+from flowtrain_lightning.compute.stage_step import StageMethod, StageStep, where_stages_look
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.compute.weight_casts import WeightCasts
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
-from flowtrain_lightning.packing.stage_entries import HIDDEN
+from flowtrain_lightning.packing.stage_entries import hidden_states
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.ranks.random_streams import enter_stream
@@ -87,20 +88,26 @@ class Compute:
         self._convert_input = trainer.precision_plugin.convert_input
         self._trunk = module.role_graph.trunk
         self._generated = module.role_graph.generated
-        engine, staged = engines.get(self._trunk), module.staged
-        self._exchange = engine.exchange if isinstance(engine, ContextParallelHalf) else None
-        self._stage = None if staged is None else StageStep(module.backbone_step, staged, self._exchange)
-        self._backbone_step = self._stage or module.backbone_step
+        shared = {role: each.exchange for role, each in engines.items() if isinstance(each, ContextParallelHalf)}
+        methods = {self._trunk: StageMethod(module.backbone_step, lambda batch: len(batch.tokens))}
+        encode = StageMethod(module.encode, lambda media: media.patch_count)
+        self._stages = {
+            role: StageStep(methods.get(role, encode), staged, shared.get(role))
+            for role, staged in module.staged.items()
+        }
         self._chunk_on_trial = 0
         self._context_check = self._make_context_check()
         self._kept = KeptFeatures(module)
 
-    def encode(self, role: str, media: PackedMedia, *, step: tuple[int, int], number: int) -> tuple[Tensor, ...]:
-        """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each.
+    def encode(
+        self, role: str, media: PackedMedia, hidden: Tensor | None = None, *, step: tuple[int, int], number: int
+    ) -> tuple[Tensor, ...]:
+        """Features of one encoder batch, always as a tuple: ``[sum(media.rows), ...]`` each; or its hidden states.
 
         Args:
             role: whose encoder it is.
             media: the encoder batch.
+            hidden: ``[patches, width]`` of the stage before, of an encoder in stages.
             step: epoch and step, which with ``number`` name the random stream.
             number: which encoder batch of the step it is, counted over all encoder ranks.
 
@@ -112,30 +119,21 @@ class Compute:
         if media.kept is not None:
             enter, encode = partial(enter_stream, role, *step, number), partial(self._encode, role, *step, number)
             return self._kept.features(role, media, enter, encode, self.device)
-        return self._encode(role, *step, number, media)
+        return self._encode(role, *step, number, media, hidden)
 
-    def _encode(self, role: str, epoch: int, step: int, number: int, media: PackedMedia) -> tuple[Tensor, ...]:
+    def _encode(
+        self, role: str, epoch: int, step: int, number: int, media: PackedMedia, hidden: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """The features of media items of which none is kept; see `encode`."""
         if media.pixels.device != self.device:
             media = self._fetched(media)
         media = media.with_patches(self._convert_input(media.patches))
         enter_stream(role, epoch, step, number)
         with self._module.logging_refused("encode"):
-            output = self._call(role, self._module.encode, media)
-        features = output if isinstance(output, tuple) else (output,)
-        rows = sum(media.rows)
-        for feature in features:
-            if not isinstance(feature, Tensor):
-                raise TypeError(
-                    f"{self._name}.encode returned {described(output)}; return a tensor with a row for each backbone "
-                    "token of the media, or a tuple of such tensors."
-                )
-            if feature.shape[0] != rows:
-                raise ValueError(
-                    f"{self._name}.encode returned {feature.shape[0]} rows of features for {len(media.rows)} media "
-                    f"items, but their sizes promise {rows} (PackedMedia.rows). Check that the encoder merges patches "
-                    "as the data module's image processor says."
-                )
+            output = self._through(role, 0, hidden, self._module.encode, media)
+        if not self._ends_in(role, 0):
+            return self._checked_width((output,), hidden_states(role), "encode has hidden states")
+        features = checked_features(output, media, self._name)
         return self._checked_width(features, media.modality, "encode returned features")
 
     def microbatch(
@@ -182,12 +180,19 @@ class Compute:
         # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
         metrics = self.metrics[stage] if batch.samples and counts else self._accumulator()
         with self._module.logging_into(metrics):
-            which = () if self._stage is None else (chunk,)
-            output = self._call(self._trunk, self._backbone_step, batch, features, stage, *which)
-        if self._stage is not None and not self._stage.ends_in(chunk):
-            return None, self._checked_width((output,), HIDDEN, "backbone_step has hidden states")
+            hidden = None
+            if self._trunk in self._stages:
+                hidden, features = self._stages[self._trunk].taken_out(features)
+            rest = self._module.backbone_step, batch, features, stage
+            output = self._through(self._trunk, chunk, hidden, *rest)
+        if not self._ends_in(self._trunk, chunk):
+            return None, self._checked_width((output,), hidden_states(self._trunk), "backbone_step has hidden states")
         returned = self._returned(output)
-        rows = self._checked_rows(returned.rest, batch) if self._generated else ()
+        rows: tuple[Tensor, ...] = ()
+        if self._generated:
+            places = sum(len(batch.media_positions.get(modality, ())) for modality in self._generated)
+            rows = checked_condition(returned.rest, places, self._name)
+            rows = self._checked_width(rows, next(iter(self._generated)), "condition returned rows")
         first, *beside = zip(returned.losses, returned.counts, strict=True)
         metrics.close_microbatch(*first, beside)
         return returned.loss, rows
@@ -238,10 +243,11 @@ class Compute:
         if self._context_check is None:
             return
         self._chunk_on_trial = chunk
-        if isinstance(hidden := features.get(HIDDEN), Tensor):
-            assert self._exchange is not None
-            rows = self._exchange.gathered(hidden, len(batch.tokens)).requires_grad_(hidden.requires_grad)
-            features = {**features, HIDDEN: rows}
+        if isinstance(hidden := features.get(name := hidden_states(self._trunk)), Tensor):
+            engine = self._engines[self._trunk]
+            assert isinstance(engine, ContextParallelHalf)
+            rows = engine.exchange.gathered(hidden, len(batch.tokens)).requires_grad_(hidden.requires_grad)
+            features = {**features, name: rows}
         self._context_check.look(batch if batch.tokens.device == self.device else self._fetched(batch), features)
 
     def _make_context_check(self) -> ContextCheck | None:
@@ -251,35 +257,14 @@ class Compute:
 
         def step(batch: PackedBatch, features: Features) -> tuple[Tensor, Any]:
             with self._module.logging_into(MetricAccumulator()):
-                if self._stage is None:
+                staged = self._stages.get(self._trunk)
+                if staged is None:
                     return self._returned(self._module.backbone_step(batch, features, "train")).summed
-                found = self._stage.on_trial(batch, features, self._chunk_on_trial)
-                return self._returned(found).summed if self._stage.ends_in(self._chunk_on_trial) else found
+                found = staged.on_trial(batch, features, self._chunk_on_trial)
+                return self._returned(found).summed if staged.ends_in(self._chunk_on_trial) else found
 
         half = [self._module.get_submodule(path) for path in self._module.halves[self._trunk]]
         return ContextCheck(step, half, engine, LossInParts(self._module), partial(kept_metrics, self._module))
-
-    def _checked_rows(self, returned: tuple[Any, ...], batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Checks the rows that ``backbone_step`` returned behind its losses."""
-        places = sum(len(batch.media_positions.get(modality, ())) for modality in self._generated)
-        match returned:
-            case (Tensor() as rows,):
-                found: tuple[Tensor, ...] = (rows,)
-            case ((Tensor(), *_) as several,):
-                found = tuple(several)
-            case _:
-                raise TypeError(
-                    f"{self._name}.backbone_step returned {described(returned)} behind its loss; where a role reads "
-                    "rows of its outputs, return behind what `loss` returns what `condition` returns."
-                )
-        for rows in found:
-            if rows.shape[0] != places:
-                raise ValueError(
-                    f"{self._name}.condition returned {rows.shape[0]} rows for a microbatch in which images that are "
-                    f"to be generated have {places} places. Return a row for each of `batch.condition_positions`, in "
-                    "order."
-                )
-        return self._checked_width(found, next(iter(self._generated)), "condition returned rows")
 
     def _returned(self, output: Any) -> ReturnedLosses:
         """Checks the losses and their counts that ``loss`` or ``backbone_step`` returned."""
@@ -329,7 +314,7 @@ class Compute:
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
         if role in self._keeps_casts:
             self._casts.keep_in_backward(reached)
-        late = _NOTHING if left is None or self._stage is None else self._stage.leaving(left)
+        late = _NOTHING if left is None else self._stages[role].leaving(left)
         with engine.backward(last=last), late, torch.autocast(kind, enabled=False) if is_on else _NOTHING:
             torch.autograd.backward(reached, given)
         return has_any
@@ -375,6 +360,16 @@ class Compute:
             )
         return features
 
+    def _ends_in(self, role: str, chunk: int) -> bool:
+        """Whether a chunk of what this rank holds of a half has its last blocks."""
+        return role not in self._stages or self._stages[role].ends_in(chunk)
+
+    def _through(self, role: str, chunk: int, hidden: Tensor | None, method: Callable[..., Any], *inputs: Any) -> Any:
+        """Runs a method of the user's on a half, or on the stage of it that this rank holds; see `StageStep`."""
+        if role not in self._stages:
+            return self._call(role, method, *inputs)
+        return self._call(role, self._stages[role], chunk, hidden, *inputs)
+
     def _call(self, role: str, method: Callable[..., Any], *inputs: Any) -> Any:
         """Runs a method of the user's on one half."""
         try:
@@ -391,7 +386,7 @@ class Compute:
         absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if not absent or not re.search(r"\bmeta\b", error):
             return error
-        if (stage := self._module.held_stage) is not None and role == self._trunk:
+        if (stage := self._module.held_stages.get(role)) is not None:
             return f"{error} {where_stages_look(self._name, stage)}"
         return (
             f"What {self._name} computes on {role} ranks uses weights that other ranks hold, such as "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -25,8 +26,8 @@ class GeneratingModule(HalvedModule, Protocol):
     end_token: int | None
 
     @property
-    def staged(self) -> StageForward | None:
-        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+    def staged(self) -> Mapping[str, StageForward]:
+        """Role -> runs the stage of it that this rank holds; without those of which it has all layers, or none."""
 
     def merge(self, batch: PackedBatch, features: Features) -> dict[str, Any]:
         """Token embeddings and features -> the backbone's keyword arguments."""
@@ -50,7 +51,8 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))
     others_wait = _needs_others(backbone)
-    relay = None if module.staged is None else StageRelay(module.staged)
+    staged = module.staged.get(module.role_graph.trunk)
+    relay = None if staged is None else StageRelay(staged)
     for _ in range(module.max_new_tokens):
         if not open_sequences and not others_wait:
             break

@@ -1,24 +1,36 @@
-"""Computes one stage's part of a microbatch, where a whole backbone computes `backbone_step`."""
+"""Computes one stage's part of a batch, where a whole half computes a method of the user's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowtrain_lightning.data import Features, PackedBatch
-from flowtrain_lightning.packing.stage_entries import HIDDEN
+from flowtrain_lightning.packing.stage_entries import hidden_states
 from flowtrain_lightning.parallel.context_parallel import HeadExchange, shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.halves import HeldStage
 from flowtrain_lightning.parallel.stages.late_weights import LateWeight
 from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 
+class StageMethod(NamedTuple):
+    """A method of the user's that goes through the blocks of a half.
+
+    Attributes:
+        call: the method.
+        rows: tokens or patches of its first argument: rows of the hidden states.
+    """
+
+    call: Callable[..., Any]
+    rows: Callable[[Any], int]
+
+
 class StageStep:
-    """The user's ``backbone_step``, as far as one stage goes.
+    """A method of the user's, such as ``backbone_step`` or ``encode``, as far as one stage goes.
 
     Args:
         method: the user's.
@@ -28,45 +40,45 @@ class StageStep:
 
     def __init__(
         self,
-        method: Callable[[PackedBatch, Features, str], Any],
+        method: StageMethod,
         forward: StageForward,
         exchange: HeadExchange | None = None,
     ) -> None:
         self._method = method
         self._forward = forward
         self._exchange = exchange
+        self._name = hidden_states(forward.cut.role)
         forward.attach()
 
-    def __call__(self, batch: PackedBatch, features: Features, stage: str, chunk: int = 0) -> Any:
-        """One microbatch.
+    def __call__(self, chunk: int, given: Tensor | None, *inputs: Any) -> Any:
+        """One batch.
 
         Args:
-            batch: the microbatch.
-            features: those of its media, and under ``HIDDEN`` the hidden states of the stage before.
-            stage: of the Trainer.
             chunk: which blocks of the stage.
+            given: ``[own rows, width]`` hidden states of the stage before; None for the first blocks of the half.
+            inputs: of the method, the batch first.
 
         Returns:
-            ``[own tokens, width]`` hidden states for the next stage, or on the last stage what the user's method
+            ``[own rows, width]`` hidden states for the next stage, or on the last stage what the user's method
             returns.
 
         Raises:
-            ValueError: blocks do not give one row for each token.
+            ValueError: blocks do not give one row for each token or patch.
         """
         with nullcontext() if self._forward.late is None else self._forward.late.for_later():
-            found = self._run(batch, features, stage, chunk)
+            found = self._forward(self._method.call, given, *inputs, chunk=chunk)
         if self.ends_in(chunk):
             return found
-        tokens = len(batch.tokens) if self._exchange is None else self._exchange.own_tokens
-        if found.numel() != tokens * found.shape[-1]:
+        own = self._method.rows(inputs[0]) if self._exchange is None else self._exchange.own_tokens
+        if found.numel() != own * found.shape[-1]:
             raise ValueError(
-                f"The blocks of the backbone give {list(found.shape)} for a microbatch of {tokens} tokens. In a "
-                "pipeline they give one row for each token: [tokens, width], or [1, tokens, width]."
+                f"The blocks of the {self._forward.cut.role} give {list(found.shape)} for {own} tokens or patches. In "
+                "a pipeline they give one row for each: [rows, width], or [1, rows, width]."
             )
-        return found.reshape(tokens, found.shape[-1])
+        return found.reshape(own, found.shape[-1])
 
     def ends_in(self, chunk: int) -> bool:
-        """Whether these blocks of the stage are the last ones, behind which the loss is computed."""
+        """Whether these blocks of the stage are the last ones, behind which the method comes to its result."""
         return self._forward.cut.ends_in(chunk)
 
     def leaving(self, left: list[LateWeight]) -> AbstractContextManager[None]:
@@ -86,23 +98,24 @@ class StageStep:
             on the last stage what the user's method returns, on others a sum over what the stage makes of each token,
             and their number.
         """
-        if isinstance(hidden := features.get(HIDDEN), Tensor):
+        hidden, others = self.taken_out(features)
+        if hidden is not None:
             with shared_tokens(len(batch.tokens)) as own:
-                summed = with_summed_gradients({HIDDEN: hidden})[HIDDEN]
+                (summed,) = with_summed_gradients({self._name: hidden}).values()
                 assert isinstance(summed, Tensor)
-                features = {**features, HIDDEN: hidden if own is None else summed[own]}
-        found = self._run(batch, features, "train", chunk)
+                hidden = hidden if own is None else summed[own]
+        found = self._forward(self._method.call, hidden, batch, others, "train", chunk=chunk)
         if self.ends_in(chunk):
             pair: tuple[Tensor, Any] = found
             return pair
         wide = found.to(torch.promote_types(found.dtype, torch.float32))
         return wide.square().sum(), found.numel() // found.shape[-1]
 
-    def _run(self, batch: PackedBatch, features: Features, stage: str, chunk: int) -> Any:
-        given = features.get(HIDDEN)
+    def taken_out(self, features: Features) -> tuple[Tensor | None, Features]:
+        """The hidden states that came with features, and the others."""
+        given = features.get(self._name)
         assert given is None or isinstance(given, Tensor)
-        others = {name: tensors for name, tensors in features.items() if name != HIDDEN}
-        return self._forward(self._method, given, batch, others, stage, chunk=chunk)
+        return given, {name: tensors for name, tensors in features.items() if name != self._name}
 
 
 def where_stages_look(name: str, stage: HeldStage) -> str:

@@ -20,8 +20,8 @@ class UserMethods(HalvedModule, Protocol):
     loss_weights: Mapping[str, float]
 
     @property
-    def staged(self) -> StageForward | None:
-        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+    def staged(self) -> Mapping[str, StageForward]:
+        """Role -> runs the stage of it that this rank holds; without those of which it has all layers, or none."""
 
     def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
         """Packed media of one modality -> features."""

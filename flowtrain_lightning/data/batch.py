@@ -30,14 +30,15 @@ class RankShard:
     Attributes:
         members: of all roles.
         own: role of this rank -> the member to which it belongs. Ranks of one member load the same.
-        stage: of the trunk, whose layers this rank holds, if it has that role.
-        slice: which of the trunk's ranks it is that have some of its member's tokens each.
+        stages: role of this rank -> the stage whose layers it holds; without roles in one stage.
+        slices: role of this rank -> which of the ranks it is that have some of its member's tokens each; without roles
+            whose ranks have all.
     """
 
     members: StepMembers
     own: Mapping[str, int]
-    stage: int = 0
-    slice: int = 0
+    stages: Mapping[str, int] = field(default_factory=dict)
+    slices: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def encodes(self) -> tuple[str, ...]:
@@ -158,6 +159,12 @@ class PackedMedia:
         divisor, mean, deviation = self.normalisation
         normal: Tensor = (self.pixels.float() / divisor - mean) / deviation
         return normal
+
+    @property
+    def patch_count(self) -> int:
+        """The number of its patches, which the host knows."""
+        moments = [1 if clip is None else clip.moments for clip in self.clips] or [1] * len(self.grid)
+        return sum(math.prod(grid) * count for grid, count in zip(self.grid.tolist(), moments, strict=True))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedMedia:
         """The same media items on ``device``, all but ``grid``."""

@@ -349,7 +349,7 @@ class HuggingFaceVLM(ReadingModule):
         Returns:
             data set index and new token ids of every sequence.
         """
-        if self.staged is not None:
+        if self.role_graph.trunk in self.staged:
             return super().generate(batch, features)
         arguments = self.merge(batch, features)
         if not takes_cache(self._text, batch, arguments):

@@ -1,4 +1,4 @@
-"""Names, numbers and rows of what passes between the stages of a trunk: the hidden states of each microbatch.
+"""Names, numbers and rows of what passes between the stages of a role: the hidden states of each batch.
 
 Where context ranks share sequences, each hands on the rows of its tokens to the one that has them in the next stage.
 """
@@ -6,10 +6,21 @@ Where context ranks share sequences, each hands on the rows of its tokens to the
 from __future__ import annotations
 
 from flowtrain_lightning.packing.stage_schedule import StageSchedule
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan
 
-HIDDEN = "hidden states"
-"""What one stage makes of a microbatch and the next one reads, where features have their modality: a row a token."""
+
+def hidden_states(role: str) -> str:
+    """The name of what one stage of a role makes of a batch and the next one reads: a row a token, or a patch.
+
+    It stands where features have their modality.
+    """
+    return f"hidden states of {role}"
+
+
+def hidden_modalities(members: StepMembers) -> dict[str, str]:
+    """The names of all hidden states that pass between stages -> the role whose they are."""
+    return {hidden_states(role): role for role in members.pipelines}
 
 
 def stage_name(role: str, stage: int) -> str:
@@ -20,6 +31,11 @@ def stage_name(role: str, stage: int) -> str:
 def stage_names(role: str, stages: int) -> tuple[str, ...]:
     """The names of all stages of a role, the first one first; none where it has one only."""
     return tuple(stage_name(role, stage) for stage in range(stages if stages > 1 else 0))
+
+
+def part_names(role: str, pipeline: StageSchedule) -> tuple[str, ...]:
+    """The names of the parts of a role that are on ranks of their own: its stages, or the role itself."""
+    return stage_names(role, pipeline.stages) or (role,)
 
 
 def chunk_names(role: str, pipeline: StageSchedule) -> tuple[str, ...]:
@@ -34,14 +50,21 @@ def slice_name(role: str, stage: int) -> str:
     return f"{stage_name(role, stage)}, slices"
 
 
-def hidden_entry(plan: StepPlan, stages: int, stage: int, slice_member: int, number: int) -> int:
-    """The number of the entry of hidden states of a microbatch, behind those of the plan.
+def hidden_entry(plan: StepPlan, members: StepMembers, role: str, run: int, slice_member: int, number: int) -> int:
+    """The number of the entry of hidden states of a batch, behind those of the plan.
 
     Args:
         plan: of the step.
-        stages: of the trunk, virtual ones counted.
-        stage: that makes them, among these.
-        slice_member: member of the trunk, counted with its context ranks.
-        number: of the microbatch.
+        members: of all roles.
+        role: whose batch it is.
+        run: of layers, that makes them, counted over all of the role.
+        slice_member: member of the role, counted with its context ranks.
+        number: of the batch.
     """
-    return len(plan.entries) + (slice_member * len(plan.microbatches[0]) + number) * (stages - 1) + stage
+    first = len(plan.entries)
+    for each, pipeline in members.pipelines.items():
+        most = max(map(len, plan.batches[each]))
+        if each == role:
+            return first + (slice_member * most + number) * (pipeline.runs - 1) + run
+        first += members.counts[each] * members.slices.get(each, 1) * most * (pipeline.runs - 1)
+    raise ValueError(f"The {role} has all layers in one place.")

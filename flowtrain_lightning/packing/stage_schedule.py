@@ -17,7 +17,7 @@ stages, so that the first stage has both ends of the model (2405.15362).
 
 @dataclass(frozen=True)
 class StageSchedule:
-    """Stages of a trunk. A chunk is a run of layers that is computed by itself; chunks have numbers, in layer order.
+    """Stages of a role. A chunk is a run of layers that is computed by itself; chunks have numbers, in layer order.
 
     Attributes:
         stages: how many.

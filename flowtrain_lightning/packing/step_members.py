@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowtrain_lightning.packing.role_graph import ROLES, RoleGraph, graph_of
-from flowtrain_lightning.packing.stage_schedule import Schedule, StageSchedule
+from flowtrain_lightning.packing.stage_schedule import ONE_STAGE, StageSchedule
 from flowtrain_lightning.packing.step_graph import Meeting, any_binds
 
 TWO_ROLES = graph_of(ROLES)
@@ -27,12 +27,12 @@ class StepMembers:
         meets: role -> which of its ranks begin a pass together; each by itself where a role is missing.
         local: every rank encodes just the media that it reads (plain Lightning).
         producers_per_rank: for how many roles that encode a rank works at most.
-        stages: how many stages the trunk has, each of some of its layers.
-        virtual: runs of layers that each stage has.
-        schedule: in which order stages work.
-        slices: how many ranks of a member of the trunk have some of its tokens each (context ranks).
-        searched: role, or stage of the trunk -> the rank of each member, where one order of all works is searched;
-            empty where rules of each role decide.
+        pipelines: role -> its stages, each of some of its layers, and how they work; without the roles that have all
+            of their layers in one place.
+        slices: role -> how many ranks of a member have some of its tokens each (context ranks); without those that
+            have all.
+        searched: role, or stage of one -> the rank of each member, where one order of all works is searched; empty
+            where rules of each role decide.
     """
 
     counts: Mapping[str, int]
@@ -42,10 +42,8 @@ class StepMembers:
     meets: Mapping[str, Meeting] = field(default_factory=dict)
     local: bool = False
     producers_per_rank: int = 1
-    stages: int = 1
-    virtual: int = 1
-    schedule: Schedule = "1f1b"
-    slices: int = 1
+    pipelines: Mapping[str, StageSchedule] = field(default_factory=dict)
+    slices: Mapping[str, int] = field(default_factory=dict)
     searched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -66,7 +64,7 @@ class StepMembers:
     @property
     def pipeline(self) -> StageSchedule:
         """The stages of the trunk, and how they work."""
-        return StageSchedule(self.stages, self.virtual, self.schedule)
+        return self.pipeline_of(self.trunk)
 
     @property
     def in_fixed_order(self) -> bool:
@@ -79,6 +77,10 @@ class StepMembers:
         pairs = {role: self.colocated.get(role, ()) for role in self.producers}
         shared = sum(len({member for member, _ in of_role}) for of_role in pairs.values())
         return 0 < shared < sum(self.counts[role] for role in self.producers)
+
+    def pipeline_of(self, role: str) -> StageSchedule:
+        """The stages of a role, and how they work."""
+        return self.pipelines.get(role, ONE_STAGE)
 
     def meeting(self, role: str) -> Meeting:
         """The ranks of a role that begin a pass together."""

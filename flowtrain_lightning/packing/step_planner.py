@@ -77,11 +77,11 @@ def plan_step(
     _refuse_bad_samples(sizes, samples, token_budget)
     if not members.local:
         _refuse_other_modalities(sizes, members)
-    trunk, graph = members.trunk, members.graph
+    trunk, graph, stages = members.trunk, members.graph, members.pipeline.stages
     if microbatches is None:
         given: dict[str, Any] = {"token_budget": token_budget, "cost": cost, "sync_every": sync_every}
-        if members.stages > 1:
-            microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=members.stages, **given)
+        if stages > 1:
+            microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=stages, **given)
         else:
             microbatches = pack_microbatches(sizes.tokens, ranks=members.counts[trunk], **given)
     models = media_costs or {}
@@ -89,11 +89,11 @@ def plan_step(
     of_encoded = of_all.copy()
     of_encoded[generated_items(sizes, graph)] = 0.0
     is_known = all(role in models for role in members.producers)
-    if not is_known or members.local or members.colocated or not graph.is_simple or members.stages > 1:
+    if not is_known or members.local or members.colocated or not graph.is_simple or stages > 1:
         # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
         # have to compare what media cost one encoder with what others cost another, and knows no stages.
         microbatches = _by_media(microbatches, sizes, None if graph.is_simple else of_encoded)
-        if members.stages > 1:
+        if stages > 1:
             microbatches = cheap_ends(microbatches, sizes.tokens, cost)
     else:
         encoding = sum(members.counts[role] for role in members.producers)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flowtrain_lightning.packing.role_graph import Edge
-from flowtrain_lightning.packing.stage_entries import chunk_names, stage_name
+from flowtrain_lightning.packing.stage_entries import chunk_names, part_names, stage_name
 from flowtrain_lightning.packing.stage_schedule import ONE_STAGE, StageSchedule
 from flowtrain_lightning.packing.step_graph import BatchOf, Meeting, any_binds
 from flowtrain_lightning.packing.step_plan import IntArray, StepPlan, Turn
@@ -90,71 +90,81 @@ def step_work(
     plan: StepPlan,
     seconds: Mapping[str, Callable[[IntArray], PassTimes]],
     recomputed: Mapping[str, Sequence[Collection[int]]] | None = None,
-    pipeline: StageSchedule = ONE_STAGE,
-    on_the_way: Callable[[IntArray], float] = lambda lengths: 0.0,
+    pipelines: Mapping[str, StageSchedule] = MappingProxyType({}),
+    on_the_way: Callable[[str, IntArray], float] = lambda role, lengths: 0.0,
 ) -> StepWork:
     """Lists the work of a plan's members, the trunk's first; batches of media that are empty are left out.
 
-    Where the trunk has stages, each is a role of its own: it reads what the one before makes of a microbatch, and all
-    of them read features. It has a batch for each of its chunks and positions, chunk by chunk. What is generated is
-    listed as what is encoded is, with the positions from which it is read.
+    Of a role in stages each stage is a role of its own: it reads what the one before makes of a batch, and all stages
+    of the trunk read features. It has a batch for each of its chunks and positions, chunk by chunk. What is generated
+    is listed as what is encoded is, with the positions from which it is read.
 
     Args:
         plan: who encodes and who reads what.
         seconds: role or chunk (`chunk_names`) -> what a batch of it takes, by the lengths of its items
             (`StepPlan.lengths`).
         recomputed: role that encodes -> the numbers of each member's recomputed batches; None for none.
-        pipeline: the stages of the trunk.
-        on_the_way: seconds until a microbatch's hidden states are with the next stage, by the lengths of its sequences.
+        pipelines: role -> its stages; without roles that have none.
+        on_the_way: seconds until a batch's hidden states are with the next stage of a role, by the lengths of its
+            items.
     """
-    trunk, again = plan.graph.trunk, recomputed or {}
-    count, names = len(plan.microbatches[0]), chunk_names(trunk, pipeline) or (trunk,)
-    readers: dict[BatchOf, list[BatchOf]] = {}
-    for entry in plan.entries:
-        readers.setdefault(entry.maker, []).extend(
-            _in_chunk(each, number, count, pipeline)
-            for each in entry.readers
-            for number in (range(pipeline.runs) if each.role == trunk else (0,))
+    again, readers = recomputed or {}, _readers(plan, pipelines)
+
+    def timed(batch: BatchOf, items: IntArray, run: int) -> TimedBatch:
+        role, member, number = batch
+        pipeline, lengths = pipelines.get(role, ONE_STAGE), plan.lengths(role)[items]
+        name = (chunk_names(role, pipeline) or (role,))[run]
+        found = _timed(seconds[name], lengths, splits=pipeline.splits)
+        if run + 1 == pipeline.runs:
+            found = replace(found, readers=tuple(readers.get(batch, ())))
+        else:
+            leaves = pipeline.stage_of(run + 1) != pipeline.stage_of(run) and len(items) > 0
+            on = on_the_way(role, lengths) if leaves else 0.0
+            found = replace(found, readers=(_in_run(plan, batch, run + 1, pipeline),), on_the_way=on)
+        if role == plan.graph.trunk:
+            return found
+        position, before = plan.turns[role][member][number]
+        return replace(
+            found,
+            recomputed=role in again and number in again[role][member],
+            before=before,
+            position=position if role in plan.graph.behind else None,
         )
-    tokens = plan.lengths(trunk)
-    work: dict[str, list[list[TimedBatch]]] = {}
-    for stage in range(pipeline.stages):
-        of_stage: list[list[TimedBatch]] = [[] for _ in plan.microbatches]
-        for number in (pipeline.number(stage, chunk) for chunk in range(pipeline.chunks)):
-            leaves = number + 1 < pipeline.runs and pipeline.stage_of(number + 1) != stage
-            for member, microbatches in enumerate(plan.microbatches):
-                for position, samples in enumerate(microbatches):
-                    batch = BatchOf(trunk, member, position)
-                    following = _in_chunk(batch, number + 1, count, pipeline)
-                    takers = (following,) if number + 1 < pipeline.runs else tuple(readers.get(batch, ()))
-                    timed = _timed(seconds[names[number]], tokens[samples], splits=pipeline.splits)
-                    on = on_the_way(tokens[samples]) if leaves and len(samples) else 0.0
-                    of_stage[member].append(replace(timed, readers=takers, on_the_way=on))
-        work[stage_name(trunk, stage) if pipeline.stages > 1 else trunk] = of_stage
-    for role in (*plan.graph.producers, *plan.graph.behind):
-        work[role] = [
+
+    return {
+        part: [
             [
-                replace(
-                    _timed(seconds[role], plan.sizes.media_patches[media]),
-                    readers=tuple(readers.get(BatchOf(role, member, number), ())),
-                    recomputed=role in again and number in again[role][member],
-                    before=plan.turns[role][member][number][1],
-                    position=plan.turns[role][member][number][0] if role in plan.graph.behind else None,
-                )
-                for number, media in enumerate(batches)
-                if len(media)
+                timed(BatchOf(role, member, number), items, pipelines.get(role, ONE_STAGE).number(stage, chunk))
+                for chunk in range(pipelines.get(role, ONE_STAGE).chunks)
+                for number, items in enumerate(own)
+                if len(items) or role == plan.graph.trunk
             ]
-            for member, batches in enumerate(plan.batches[role])
+            for member, own in enumerate(plan.batches[role])
         ]
-    return work
+        for role in (plan.graph.trunk, *plan.graph.producers, *plan.graph.behind)
+        for stage, part in enumerate(part_names(role, pipelines.get(role, ONE_STAGE)))
+    }
 
 
-def _in_chunk(batch: BatchOf, number: int, positions: int, pipeline: StageSchedule) -> BatchOf:
-    """A batch of the trunk as that of the stage that has a chunk, and of the chunk; as it is without stages."""
-    if pipeline.stages == 1 or number == pipeline.runs:
+def _readers(plan: StepPlan, pipelines: Mapping[str, StageSchedule]) -> dict[BatchOf, list[BatchOf]]:
+    """Batch -> those that read its rows, in every run of layers."""
+    found: dict[BatchOf, list[BatchOf]] = {}
+    for entry in plan.entries:
+        found.setdefault(entry.maker, []).extend(
+            _in_run(plan, each, run, pipeline)
+            for each in entry.readers
+            for pipeline in [pipelines.get(each.role, ONE_STAGE)]
+            for run in range(pipeline.runs)
+        )
+    return found
+
+
+def _in_run(plan: StepPlan, batch: BatchOf, run: int, pipeline: StageSchedule) -> BatchOf:
+    """A batch as that of the stage that has a run of layers, and of the run; as it is without stages."""
+    if pipeline.stages == 1:
         return batch
-    place = number // pipeline.stages * positions + batch.number
-    return batch._replace(role=stage_name(batch.role, pipeline.stage_of(number)), number=place)
+    place = run // pipeline.stages * len(plan.batches[batch.role][batch.member]) + batch.number
+    return batch._replace(role=stage_name(batch.role, pipeline.stage_of(run)), number=place)
 
 
 def _timed(seconds: Callable[[IntArray], PassTimes], lengths: IntArray, *, splits: bool = False) -> TimedBatch:

@@ -53,8 +53,8 @@ class HalvedModule(Protocol):
         """Whether `configure_whole` builds both halves at once."""
 
     @property
-    def held_stage(self) -> HeldStage | None:
-        """The stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+    def held_stages(self) -> Mapping[str, HeldStage]:
+        """Role -> the stage of it that this rank holds; without those of which it has all layers, or none."""
 
     def configure_whole(self) -> None:
         """Builds both halves."""
@@ -311,7 +311,7 @@ def has_module(module: HalvedModule, path: str) -> bool:
 
 def absent_names(module: HalvedModule) -> Collection[str]:
     """Names of parameters and buffers of this rank's halves that other stages hold."""
-    return () if module.held_stage is None else module.held_stage.absent
+    return frozenset(name for stage in module.held_stages.values() for name in stage.absent)
 
 
 def _is_under_and_here(name: str, paths: Collection[str], absent: Collection[str]) -> bool:

@@ -31,8 +31,8 @@ class HeldHalves(nn.Module):
         super().__init__()
         self._given_roles: tuple[str, ...] | None = None  # all
         self._in_parts: tuple[str, ...] = ()
-        self._given_stage: tuple[int, StageSchedule] | None = None  # of the trunk, and all of them
-        self._staged: StageForward | None = None
+        self._given_stages: Mapping[str, tuple[int, StageSchedule]] = {}
+        self._staged: dict[str, StageForward] = {}
         self._built: tuple[str, ...] | None = None
         self._unfilled: dict[str, UnfilledWeights] = {}
         self.reads_files = False
@@ -78,7 +78,7 @@ class HeldHalves(nn.Module):
                 f"needed with {', '.join(self._local_roles)}. Load it from a checkpoint: "
                 f"{type(self).__name__}.load_from_checkpoint(PATH)."
             )
-        self._cut_stage()
+        self._cut_stages()
 
     @property
     def _local_roles(self) -> tuple[str, ...]:
@@ -89,45 +89,45 @@ class HeldHalves(nn.Module):
         self,
         roles: tuple[str, ...] | None,
         in_parts: tuple[str, ...] = (),
-        stage: tuple[int, StageSchedule] | None = None,
+        stages: Mapping[str, tuple[int, StageSchedule]] | None = None,
     ) -> None:
         """The strategy says which halves this rank holds (None: all), and of which of them a part only.
 
         Args:
             roles: of this rank.
             in_parts: those of which it holds a part only.
-            stage: which stage of the trunk it holds, and all of them; None where it is not in stages, or not here.
+            stages: role -> which stage of it this rank holds, and all of them; without roles that are not in stages.
         """
-        self._given_roles, self._in_parts, self._given_stage = roles, in_parts, stage
+        self._given_roles, self._in_parts, self._given_stages = roles, in_parts, stages or {}
 
     @property
-    def staged(self) -> StageForward | None:
-        """Runs the stage of the trunk that this rank holds; None where it holds the whole of it, or nothing."""
+    def staged(self) -> Mapping[str, StageForward]:
+        """Role -> runs the stage of it that this rank holds; without those of which it has all layers, or none."""
         return self._staged
 
     @property
-    def held_stage(self) -> StageCut | None:
-        """The part of the trunk that this rank's stage holds."""
-        return None if self._staged is None else self._staged.cut
+    def held_stages(self) -> Mapping[str, StageCut]:
+        """Role -> the part of it that this rank's stage holds."""
+        return {role: staged.cut for role, staged in self._staged.items()}
 
-    def _cut_stage(self) -> None:
+    def _cut_stages(self) -> None:
         """Gives up what other stages hold.
 
         Raises:
             RuntimeError: it was cut for another stage before.
         """
-        given, trunk = self._given_stage, self.role_graph.trunk
-        if self._staged is None:
-            if given is not None:
-                cut = cut_half(self, trunk, *given)
+        for role, cut in self.held_stages.items():
+            if cut.place != self._given_stages.get(role) and role in self._local_roles:
+                raise RuntimeError(
+                    f"This {type(self).__name__} holds stage {cut.stage} of {cut.stages} of the {role} of an earlier "
+                    "run, but other layers are needed now. Load it from a checkpoint: "
+                    f"{type(self).__name__}.load_from_checkpoint(PATH)."
+                )
+        for role, given in self._given_stages.items():
+            if role not in self._staged:
+                cut = cut_half(self, role, *given)
                 drop_other_stages(self, cut)
-                self._staged = StageForward(self, cut)
-        elif self._staged.cut.place != given and trunk in self._local_roles:
-            raise RuntimeError(
-                f"This {type(self).__name__} holds stage {self._staged.cut.stage} of {self._staged.cut.stages} of an "
-                "earlier run, but other layers are needed now. Load it from a checkpoint: "
-                f"{type(self).__name__}.load_from_checkpoint(PATH)."
-            )
+                self._staged[role] = StageForward(self, cut)
 
     @property
     def holds_parts(self) -> bool:
@@ -156,5 +156,5 @@ class HeldHalves(nn.Module):
     def drop_absent_roles(self) -> None:
         """Before others train them: what this rank had of them, if it was whole, would become stale."""
         drop_absent_roles(self, self._local_roles)
-        self._cut_stage()
+        self._cut_stages()
         self._built = self._local_roles

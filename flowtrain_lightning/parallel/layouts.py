@@ -167,7 +167,7 @@ def make_engine(
     """
     on_host = ActivationsOnHost(pinned=device_type != "cpu") if offload in ("activations", "all") else None
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
-    mesh, stage = groups.mesh, module.held_stage if layout.pipeline > 1 else None
+    mesh, stage = groups.mesh, module.held_stages.get(role) if layout.pipeline > 1 else None
     summed = []
     experts = [] if groups.experts is None else experts_of(modules.values())
     if groups.experts is not None:

@@ -108,7 +108,7 @@ class FilledSteps:
     def _packed(self, allocation: Allocation, step: StreamStep, samples: IntArray) -> StepPlan:
         settings, members = self.settings, allocation.step_members()
         ranks = members.counts[members.trunk]
-        made = arrange_step(step, settings, settings.cost, ranks, sync_every_of(members), members.stages)
+        made = arrange_step(step, settings, settings.cost, ranks, sync_every_of(members), members.pipeline.stages)
         packing = (settings.token_budget, settings.cost, self.media_costs, self.encoder_budget)
         return plan_on(allocation, self.sizes.select(samples), samples, *packing, microbatches=made)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from flowtrain_lightning.allocator import Allocation
@@ -10,7 +10,7 @@ from flowtrain_lightning.packing import IntArray, StepPlan
 from flowtrain_lightning.packing.policies.member_orders import member_orders, roles_in_turns
 from flowtrain_lightning.packing.policies.trunk_order import most_open
 from flowtrain_lightning.packing.searched.order_of_step import in_searched_order, searched_step
-from flowtrain_lightning.packing.stage_entries import chunk_names, stage_names
+from flowtrain_lightning.packing.stage_entries import chunk_names, part_names
 from flowtrain_lightning.packing.step_graph import Meeting
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import Turn
@@ -21,7 +21,7 @@ from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayo
 def lane_work(
     plans: Sequence[StepPlan], allocation: Allocation, costs: LayoutCosts, kept_batches: int
 ) -> tuple[list[StepWork], StepRules]:
-    """Lists each rank's work in some steps, as a lane for each of its roles, and for its stage of the trunk.
+    """Lists each rank's work in some steps, as a lane for each of its roles, or for its stage of one.
 
     The end of a step is one more batch of every member of the trunk, with a forward alone, and, where encoders train, a
     part of the backward of the last batch of every member that encodes. Where a role generates, it is a part of the
@@ -33,39 +33,47 @@ def lane_work(
         costs: what it takes.
         kept_batches: encoder batches whose activations each rank keeps.
     """
-    layouts, producers, members = allocation.layouts, allocation.producers, allocation.step_members()
-    needs_others = allocation.placement == "mixed" and any(layouts[role].shares_weights for role in producers)
-    trunk, stages = allocation.trunk, stage_names(allocation.trunk, members.stages)
-    behind = allocation.graph.behind
-    parts = stages or (trunk,)
-    chunks = chunk_names(trunk, members.pipeline) or (trunk,)
-    reading = {name: allocation.members_in_stage(trunk, stage) for stage, name in enumerate(parts)}
+    producers, members = allocation.producers, allocation.step_members()
+    trunk, behind = allocation.trunk, allocation.graph.behind
+    parts = {role: part_names(role, members.pipeline_of(role)) for role in (trunk, *behind, *producers)}
+    producing = [name for role in producers for name in parts[role]]
     rules = StepRules(
-        reading | {role: allocation.members(role) for role in (*behind, *producers)},
+        {
+            name: allocation.members_in_stage(role, stage)
+            for role, names in parts.items()
+            for stage, name in enumerate(names)
+        },
         [
-            edge._replace(consumer=name)
+            edge._replace(producer=producer, consumer=consumer)
             for edge in allocation.graph.edges
-            for name in (parts if edge.consumer == trunk else (edge.consumer,))
+            for producer in parts[edge.producer]
+            for consumer in parts[edge.consumer]
         ],
-        in_flight=({trunk: most_open(members)} if behind else {}) | dict.fromkeys(producers, kept_batches),
-        stages={name: stage for stage, name in enumerate(stages)},
+        in_flight=({trunk: most_open(members)} if behind else {}) | dict.fromkeys(producing, kept_batches),
+        stages={name: stage for stage, name in enumerate(parts[trunk]) if trunk in members.pipelines},
         pipeline=members.pipeline,
-        meets=allocation.meets | dict.fromkeys(stages, allocation.meets[trunk]),
-        steps_ahead=0 if costs.encoder_trains or needs_others else STEPS_AHEAD,
+        meets={name: allocation.meets[role] for role, names in parts.items() for name in names},
+        steps_ahead=STEPS_AHEAD if allocation.works_ahead and not costs.encoder_trains else 0,
     )
-    seconds = {name: _priced(plans, costs, trunk, name) for name in chunks}
-    seconds |= {role: _priced(plans, costs, role, role) for role in (*behind, *producers)}
-    ends = {name: sum(costs.end_of_step(name)) for name in rules.ranks}
+    seconds = {
+        name: _priced(plans, costs, role, name)
+        for role in parts
+        for name in chunk_names(role, members.pipeline_of(role)) or (role,)
+    }
+    ends = {
+        name: sum(costs.end_of_step(name)) * (costs.encoder_trains or name not in producing) for name in rules.ranks
+    }
+    closing = {*rules.ranks} if members.searched else {*rules.ranks} - {*(rules.ranks if behind else producing)}
     works: list[StepWork] = []
     for plan in plans:
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
-        work = step_work(plan, seconds, recomputed, members.pipeline, costs.on_the_way)
+        work = step_work(plan, seconds, recomputed, members.pipelines, costs.on_the_way)
         if members.searched:
             work = in_searched_order(work, searched_step(plan, members, kept_batches), trains=recomputed is not None)
-        work = _with_ends(work, members, ends, trains=costs.encoder_trains)
+        work = _with_ends(work, ends, closing)
         works.append(
             {
-                name: batches if name in parts else _as_they_meet(batches, members.meeting(name))
+                name: batches if name in parts[trunk] else _as_they_meet(batches, members.meeting(name))
                 for name, batches in work.items()
             }
         )
@@ -86,17 +94,23 @@ def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str, part: str)
     return lambda lengths: passes[lengths.tobytes()]
 
 
-def _with_ends(work: StepWork, members: StepMembers, ends: Mapping[str, float], *, trains: bool) -> StepWork:
-    """The same, and what the end of a step takes for each role."""
+def _with_ends(work: StepWork, ends: Mapping[str, float], closing: Collection[str]) -> StepWork:
+    """The same, and what the end of a step takes for each role or stage.
+
+    Args:
+        work: of a step.
+        ends: seconds of its end.
+        closing: whose end is a batch of its own.
+    """
     ended = {}
-    for role, of_role in work.items():
-        end = ends[role] * (trains or role not in members.producers)
-        if members.searched or (role not in members.producers and not members.behind):
-            ended[role] = [[*batches, TimedBatch(end, 0.0, closes=True)] for batches in of_role]
+    for name, of_name in work.items():
+        end = ends[name]
+        if name in closing:
+            ended[name] = [[*batches, TimedBatch(end, 0.0, closes=True)] for batches in of_name]
         else:
-            ended[role] = [
+            ended[name] = [
                 [*batches[:-1], *(replace(last, backward=last.backward + end) for last in batches[-1:])]
-                for batches in of_role
+                for batches in of_name
             ]
     return ended
 

@@ -44,8 +44,8 @@ class LayoutCosts(Protocol):
     def end_of_step(self, role: str) -> tuple[float, float]:
         """The gradient reduction and the optimizer, of a role or stage."""
 
-    def on_the_way(self, lengths: IntArray) -> float:
-        """A microbatch's hidden states from one stage of the trunk to the next, by the lengths of its sequences."""
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
+        """A batch's hidden states from one stage of a role to the next, by the lengths of its items."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ProfiledLayoutCosts:
         scattered = self._summing(half.gradient_bytes, shards) / 2 if layout.shard == "deepspeed-1" else 0.0
         return scattered + updated, half.optimizer_seconds / shards
 
-    def on_the_way(self, lengths: IntArray) -> float:
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
         """See `LayoutCosts`: a profile has no stages."""
         return 0.0
 
@@ -193,11 +193,10 @@ class ModelledLayoutCosts:
         times = [self._times[part] for part in self._chunks.get(role, (role,))]
         return sum(float(time.reduction[0]) for time in times), sum(float(time.optimizer[0]) for time in times)
 
-    def on_the_way(self, lengths: IntArray) -> float:
+    def on_the_way(self, role: str, lengths: IntArray) -> float:
         """See `LayoutCosts`."""
-        trunk = self.allocation.trunk
         tokens = np.array([float(lengths.sum())])
-        return float(seconds_between_stages(self.problems[trunk], self._families[trunk], tokens)[0])
+        return float(seconds_between_stages(self.problems[role], self._families[role], tokens)[0])
 
     @cached_property
     def _families(self) -> dict[str, Family]:
@@ -211,24 +210,32 @@ class ModelledLayoutCosts:
     def _parts(self) -> dict[str, tuple[RoleProblem, Family]]:
         """Role or chunk -> what it computes, and how its ranks are laid out."""
         parts = {role: (self.problems[role], family) for role, family in self._families.items()}
-        trunk = self.allocation.trunk
-        problem, family = parts[trunk]
-        microbatches, _ = batches(problem, family)
-        forwards = round(float(microbatches[0] * family.data[0]))
-        pipeline = self.allocation.layouts[trunk].stages
-        for number, name in enumerate(chunk_names(trunk, pipeline)):
-            parts[name] = stage_of_problem(problem, family, number, pipeline.runs, forwards)
+        for role, (problem, family) in [*parts.items()]:
+            microbatches, _ = batches(problem, family)
+            forwards = round(float(microbatches[0] * family.data[0]))
+            pipeline = self.allocation.layouts[role].stages
+            for number, name in enumerate(chunk_names(role, pipeline)):
+                parts[name] = stage_of_problem(problem, family, number, pipeline.runs, forwards)
         return parts
 
     @cached_property
     def _chunks(self) -> dict[str, list[str]]:
         """Stage -> the names of its chunks."""
-        trunk, pipeline = self.allocation.trunk, self.allocation.layouts[self.allocation.trunk].stages
-        names = chunk_names(trunk, pipeline)
-        return {
-            stage: [names[pipeline.number(number, chunk)] for chunk in range(pipeline.chunks)]
-            for number, stage in enumerate(stage_names(trunk, pipeline.stages))
-        }
+        found = {}
+        for role, layout in self.allocation.layouts.items():
+            pipeline, names = layout.stages, chunk_names(role, layout.stages)
+            for number, stage in enumerate(stage_names(role, pipeline.stages)):
+                found[stage] = [names[pipeline.number(number, chunk)] for chunk in range(pipeline.chunks)]
+        return found
+
+    @cached_property
+    def _roles(self) -> dict[str, str]:
+        """Role, stage or chunk -> the role of which it is."""
+        layouts = self.allocation.layouts.items()
+        named = (
+            (role, stage_names(role, layout.pipeline), chunk_names(role, layout.stages)) for role, layout in layouts
+        )
+        return {name: role for role, stages, chunks in named for name in (role, *stages, *chunks)}
 
     @cached_property
     def _times(self) -> dict[str, RoleTime]:
@@ -236,7 +243,7 @@ class ModelledLayoutCosts:
 
     def _ranks_beside(self, name: str) -> FloatArray:
         """The ranks of the role, all of which wait for the slowest; of a stage those of all stages."""
-        family = self._families.get(name, self._families[self.allocation.trunk])
+        family = self._families[self._roles[name]]
         return family.data * family.replica
 
 

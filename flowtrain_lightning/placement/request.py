@@ -20,6 +20,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.allocation import number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.role_layout import Sharding, count_ranks
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.placement.profile import Profile, read_profile
 
@@ -241,8 +242,14 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
     """The same of a role in stages; None where it runs."""
     layout = allocation.layouts[role]
     given = f"gives the {role} the layout {layout.describe()}, but"
-    if role != allocation.trunk:
-        return f"{given} only the {allocation.trunk} runs in stages (pipeline). Set pipeline to 1."
+    encodes = role in allocation.producers
+    if encodes and (layout.stages != StageSchedule(layout.pipeline) or layout.shares_weights or layout.by_deepspeed):
+        return (
+            f"{given} the stages of a role that encodes hold whole copies of one run of its layers each, in the order "
+            "'1f1b' (pipeline). Leave shard, tensor, expert, virtual and schedule out."
+        )
+    if encodes and allocation.placement == "mixed":
+        return f"{given} in the placement mixed each rank encodes by itself. Take separate or colocated ones."
     if layout.shard not in ("replicate", "fsdp") or layout.expert > 1:
         return (
             f"{given} in a pipeline the ranks of a stage hold whole copies of its layers, or shards of FSDP2. Leave "
@@ -259,10 +266,10 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
             f"{allocation.placement}."
         )
     if allocation.placement != "separate":
-        for producer in allocation.producers:
-            if allocation.layouts[producer].meets.binds:
+        for other in (*allocation.producers, *([allocation.trunk] if encodes else [])):
+            if allocation.layouts[other].meets.binds:
                 return (
-                    f"{given} the {producer} on the same ranks has {allocation.layouts[producer].describe()}, whose "
+                    f"{given} the {other} on the same ranks has {allocation.layouts[other].describe()}, whose "
                     "ranks wait for each other. Beside a stage take whole copies of it, or separate ranks."
                 )
     if allocation.graph.behind:

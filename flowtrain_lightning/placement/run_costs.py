@@ -17,8 +17,10 @@ from flowtrain_lightning.placement.measured import PlanSteps, Processors
 
 def rank_shard(allocation: Allocation, rank: int, nodes: int = 1) -> RankShard:
     """Returns the part of every step that a rank loads, where the ranks lie on ``nodes`` alike."""
-    stage, own = allocation.stage_of(allocation.trunk, rank), allocation.slice_of(allocation.trunk, rank)
-    return RankShard(allocation.step_members(nodes), allocation.own_members(rank), stage, own)
+    members, own = allocation.step_members(nodes), allocation.own_members(rank)
+    stages = {role: allocation.stage_of(role, rank) for role in own if role in members.pipelines}
+    slices = {role: allocation.slice_of(role, rank) for role in own if role in members.slices}
+    return RankShard(members, own, stages, slices)
 
 
 def first_steps(data: FlowDataModule) -> PlanSteps:

@@ -12,6 +12,7 @@ from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.packing import DEFAULT_COST, CostModel, IntArray, SampleSizes, StepPlan
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.simulator import SimulatedSpan, simulate_steps
+from flowtrain_lightning.packing.stage_entries import part_names
 from flowtrain_lightning.packing.step_plan import Batches
 from flowtrain_lightning.packing.step_planner import plan_step, sync_every_of
 from flowtrain_lightning.packing.step_work import StepWork
@@ -153,9 +154,11 @@ def _activities(
 ) -> Iterator[Activity]:
     """A simulated step, with its end told apart from its batches."""
     ends = {name: costs.end_of_step(name) for name in works[0]}
+    layouts = allocation.layouts.items()
+    role_of = {name: role for role, layout in layouts for name in part_names(role, layout.stages)}
     for span in spans:
         (name, member, number), kind = span.work
-        role = name if name in allocation.layouts else allocation.trunk  # one of whose stages it is
+        role = role_of[name]
         start, seconds = span.start, span.end - span.start
         parts: list[tuple[str, float]] = [(kind, seconds)]
         batches = works[span.step][name][member]

@@ -193,7 +193,7 @@ class Executor:
             return
         if each.makes:
             yield from self._until(partial(self._reserve_for_all, ahead=False), role, _ROOM_FOR_ROWS)
-        if each.reads and self._step.answered:
+        if each.gives_back and self._step.answered:
             yield from self._until(partial(self._reserve_for_all, ahead=True), role, _ROOM_FOR_GRADIENTS)
 
     def _reserve_for_all(self, *, ahead: bool) -> bool:
@@ -202,7 +202,7 @@ class Executor:
             step, specs, begun = self._step, self._context.compute.specs, self._begun
             roles = {role: step.program.roles[role] for role, part in self._parts.items() if part.speaks}
             if ahead:
-                orders = [step.reserved_gradients(specs, role) for role, each in roles.items() if each.reads]
+                orders = [step.reserved_gradients(specs, role) for role, each in roles.items() if each.gives_back]
             else:
                 makers = [role for role, each in roles.items() if each.makes]
                 orders = [step.reserved_features(specs, role, begun.get(role, 0)) for role in makers]
@@ -278,9 +278,9 @@ class Executor:
         """Begins to sum the gradients of the roles before this one, once it alone is left; in one order on all ranks.
 
         From here on no other rank needs anything of this one but sums, in which a GPU may wait for the others; unless
-        the role reads, so that others wait for what its last backward gives back.
+        the role has read, so that others wait for what its last backward gives back.
         """
-        if self._step.program.roles[role].reads:
+        if self._step.program.roles[role].gives_back:
             return
         roles = list(self._parts)
         if self._ended.issuperset(set(roles) - {role}) and self._context.pool.is_settled:

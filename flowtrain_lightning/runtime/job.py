@@ -99,16 +99,11 @@ class Job:
         return tuple(role for role in self.allocation.roles if self.rank in self.allocation.ranks[role])
 
     @property
-    def stage(self) -> tuple[int, StageSchedule] | None:
-        """The stage of the trunk that this rank holds, and all of them.
-
-        None where the trunk is not in stages, or not here.
-        """
-        trunk = self.allocation.trunk
-        layout = self.allocation.layouts[trunk]
-        if layout.pipeline == 1 or trunk not in self.roles:
-            return None
-        return self.allocation.stage_of(trunk, self.rank), layout.stages
+    def stages(self) -> dict[str, tuple[int, StageSchedule]]:
+        """Role of this rank that is in stages -> the stage that it holds, and all of them."""
+        layouts = {role: self.allocation.layouts[role] for role in self.roles}
+        staged = ((role, layout.stages) for role, layout in layouts.items() if layout.pipeline > 1)
+        return {role: (self.allocation.stage_of(role, self.rank), pipeline) for role, pipeline in staged}
 
     def is_first(self, role: str) -> bool:
         """Whether this rank is the first that computes the same of ``role``: it speaks for those beside it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.packing.setting_values import check_settings
-from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
+from flowtrain_lightning.packing.stage_entries import hidden_modalities, slice_name, stage_name
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.pool import (
     DeviceTier,
@@ -27,6 +28,7 @@ from flowtrain_lightning.pool import (
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
 from flowtrain_lightning.runtime.job import Job
+from flowtrain_lightning.runtime.program import PADDING
 from flowtrain_lightning.runtime.role_methods import no_rows, with_features
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
@@ -109,8 +111,7 @@ class PoolCapacity:
         Raises:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
         """
-        generated = {*step.plan.graph.generated, HIDDEN}  # by what reads the others, which are known before
-        for modality in sorted(step.program.modalities, key=lambda name: (name in generated, name)):
+        for modality in sorted(step.program.modalities, key=partial(_turn, step)):
             if modality not in self._compute.specs:
                 self._agree_on_spec(step, modality)
         demand = step.program.pool_demand(self._compute.specs)
@@ -168,13 +169,12 @@ class PoolCapacity:
         pool = Pool.open(self._job.mesh, nbytes, nbytes, self._settings.network, self._tier, runtime)
         allocation = self._job.allocation
         members = {role: allocation.members(role) for role in allocation.roles}
-        trunk = allocation.trunk
-        alike = allocation.layouts[trunk].tensor
-        for stage in range(allocation.layouts[trunk].pipeline):
-            members[stage_name(trunk, stage)] = allocation.members_in_stage(trunk, stage)
-            ranks = allocation.stage_ranks(trunk, stage)
-            slices = (ranks[first : first + alike] for first in range(0, len(ranks), alike))
-            members[slice_name(trunk, stage)] = tuple(slices)
+        for role, layout in allocation.layouts.items():
+            for stage in range(layout.pipeline):
+                members[stage_name(role, stage)] = allocation.members_in_stage(role, stage)
+                ranks, alike = allocation.stage_ranks(role, stage), layout.tensor
+                slices = (ranks[first : first + alike] for first in range(0, len(ranks), alike))
+                members[slice_name(role, stage)] = tuple(slices)
         self.context = RankContext(pool, self._compute, page, self._timeline, members)
         if former is not None:
             former.pool.close()
@@ -182,22 +182,25 @@ class PoolCapacity:
     def _agree_on_spec(self, step: Step, modality: str) -> None:
         """Finds what a row of a modality is, by a first forward of the first rank that makes some."""
         job, allocation = self._job, self._job.allocation
-        if modality == HIDDEN:
-            role = allocation.trunk
-            first = next(member for member, own in enumerate(step.plan.microbatches) if any(map(len, own)))
+        inside = hidden_modalities(step.batch.shard.members)
+        if modality in inside:
+            role, stage = inside[modality], 0
+            first = next(member for member, own in enumerate(step.plan.batches[role]) if any(map(len, own)))
         else:
             role = allocation.graph.maker_of(modality)
+            stage = allocation.layouts[role].stages.last
             first = min(entry.maker.member for entry in step.plan.entries if entry.modality == modality)
-        layout, ranks = allocation.layouts[role], allocation.members_in_stage(role, 0)[first]
+        layout, ranks = allocation.layouts[role], allocation.members_in_stage(role, stage)[first]
         source, found = ranks[0], None
-        if job.rank in (allocation.stage_ranks(role, 0) if layout.meets_in_forwards else ranks):
+        if job.rank in (allocation.stage_ranks(role, stage) if layout.meets_in_forwards else ranks):
             job.mesh.page.enter(f"first forward of the {role}", step.index)
-            spec = self._probe(step, role, modality)
+            spec = self._probe(step, role, None if modality in inside else modality)
             found = spec.shapes, tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
         shapes, dtypes = job.groups.cross.broadcast_message(found, source)
         self._compute.specs[modality] = FeatureSpec(shapes, tuple(getattr(torch, name) for name in dtypes))
 
-    def _probe(self, step: Step, role: str, modality: str) -> FeatureSpec:
+    def _probe(self, step: Step, role: str, modality: str | None) -> FeatureSpec:
+        """What this rank makes of a batch of a role, of media of some modality; None: of any."""
         training = [module for module in self._module.modules() if module.training]
         try:
             for module in training:
@@ -205,10 +208,20 @@ class PoolCapacity:
             with own_streams(), torch.no_grad():
                 if role == step.plan.graph.trunk:
                     return FeatureSpec.of(self._first_microbatch(step, role))
-                own = (media for media in step.batch.media[role] if media is not None and media.modality == modality)
-                media = next(own, None) or step.batch.padding_media[role]
+                number, media = next(
+                    (
+                        (number, media)
+                        for number, media in enumerate(step.batch.media[role])
+                        if media is not None and modality in (None, media.modality)
+                    ),
+                    (PADDING, step.batch.padding_media.get(role)),
+                )
+                assert media is not None
                 media = replace(media, kept=None) if media.rows else media  # nothing is kept of a trial
-                return FeatureSpec.of(self._compute.encode(role, media, step=(-1, -1), number=0))
+                batches = step.program.roles[role].batches.values()
+                read = next((batch.rows_read for batch in batches if batch.number == number), {})
+                hidden = (each for name, count in read.items() for each in self._zeros(name, count))
+                return FeatureSpec.of(self._compute.encode(role, media, *hidden, step=(-1, -1), number=0))
         finally:
             for module in training:
                 module.training = True
@@ -220,8 +233,20 @@ class PoolCapacity:
         packed = step.batch.microbatches[number]
         assert packed is not None
         rows = {
-            modality: tuple(each.new_zeros(count, *each.shape[1:]) for each in no_rows(compute, modality))
+            modality: self._zeros(modality, count)
             for modality, count in step.program.roles[trunk].batches[number].rows_read.items()
         }
         packed, features = with_features(step, compute, packed, rows)
         return compute.microbatch_and_rows(packed, features, stage="val", step=(-1, -1), number=0, counts=False)[1]
+
+    def _zeros(self, modality: str, count: int) -> tuple[Tensor, ...]:
+        """So many rows of a modality."""
+        return tuple(each.new_zeros(count, *each.shape[1:]) for each in no_rows(self._compute, modality))
+
+
+def _turn(step: Step, modality: str) -> tuple[int, str]:
+    """When it is found what a row of a modality is: before what is made by what reads it."""
+    graph, role = step.plan.graph, hidden_modalities(step.batch.shard.members).get(modality)
+    if role is None:
+        return 1 + (modality in graph.generated), modality
+    return 2 * (role == graph.trunk), modality

@@ -113,7 +113,7 @@ class RankRole:
         until: the position of the last microbatches that go forward before the gradients of each batch come; of a batch
             that nobody reads, its own.
         reads: rows of other roles.
-        makes: rows that other roles read.
+        makes: rows that other roles, or its next stage, read.
     """
 
     role: str
@@ -128,6 +128,11 @@ class RankRole:
     def position_of(self, work: Work) -> int:
         """Of the microbatches before which a forward goes, and after which a backward."""
         return (self.due if work.kind == "forward" else self.until)[work.batch.number]
+
+    @property
+    def gives_back(self) -> bool:
+        """Its batches read rows, of other roles or of its stage before, to which their backwards give gradients."""
+        return any(batch.read for batch in self.batches.values())
 
     def works(self, trains: bool) -> list[Work]:
         """Its works in order, forwards alone where it does not train."""
@@ -146,7 +151,7 @@ class StepProgram:
         modalities: of all media items of the step, by name.
         positions: microbatches of each member of the trunk.
         read_per_rank: for how many roles that are read a rank works at most.
-        reading_per_rank: for how many roles that read a rank works at most.
+        reading_per_rank: for how many roles that read, be it of their stage before, a rank works at most.
         in_turns: the order of all passes of this rank's roles that encode, where some role needs other ranks to compute
             and this rank has several. None lets it do what it can of the first role before it turns to the next.
         holds_all: the pool has bytes for all that a rank puts in the step, on every rank: one that waits for others
@@ -254,13 +259,13 @@ class PoolDemand:
         ample: bytes with which no rank waits for room inside the step: all features of the busiest member that is read.
         features: role of this rank -> number of each entry that it makes -> what is reserved for it, in the order in
             which they are put.
-        gradients: the same for the gradients that it returns as a role that reads, by number and part of the entry.
+        gradients: the same for the gradients that it returns as one that reads, by number and part of the entry.
     """
 
     def __init__(self, program: StepProgram, specs: FeatureSpecs) -> None:
         sized = [[specs[modality].entry_nbytes(rows) for modality, rows in of_rank] for of_rank in program.entry_rows]
         # Those of one role lie apart from those of another, since the order of the two is a matter of time.
-        together = program.read_per_rank
+        together = max(program.read_per_rank, program.reading_per_rank)
         self.ample = together * max((sum(map(sum, of_rank)) for of_rank in sized), default=0)
         if program.holds_all:
             # Features of its own on one side, gradients of all that it reads on the other.
@@ -270,7 +275,7 @@ class PoolDemand:
             each_least = (assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized)
             self.least = together * max(each_least, default=0)
         self.features = {name: _reserved(role, specs) for name, role in program.roles.items()}
-        self.gradients = {name: _answers(role, specs) for name, role in program.roles.items() if role.reads}
+        self.gradients = {name: _answers(role, specs) for name, role in program.roles.items() if role.gives_back}
         if program.holds_all:
             self.features = {role: _held_to_the_end(reserved) for role, reserved in self.features.items()}
             self.gradients = {role: _held_to_the_end(reserved) for role, reserved in self.gradients.items()}

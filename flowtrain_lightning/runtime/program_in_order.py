@@ -20,15 +20,13 @@ def in_searched_order(program: StepProgram, shard: RankShard, searched: Searched
         shard: which rank it is.
         searched: the order of all works of the step.
     """
-    trunk, roles = shard.members.trunk, dict[str, RankRole]()
-    name_of = {role: role for role in program.roles}
-    if shard.members.stages > 1 and trunk in program.roles:
-        name_of[trunk] = stage_name(trunk, shard.stage)
+    roles = dict[str, RankRole]()
+    name_of = {role: stage_name(role, shard.stages[role]) if role in shard.stages else role for role in program.roles}
     for role, each in program.roles.items():
         passes = searched.passes(name_of[role], each.member)
         batches = dict(each.batches)
-        if role in searched.recomputed:
-            again = searched.recomputed[role][each.member]
+        if name_of[role] in searched.recomputed:
+            again = searched.recomputed[name_of[role]][each.member]
             batches = {place: replace(batch, recomputes=place in again) for place, batch in batches.items()}
         roles[role] = replace(each, passes=passes, batches=_read_once(batches, passes) if each.reads else batches)
     role_of = {name: role for role, name in name_of.items()}

@@ -1,47 +1,55 @@
-"""A rank's program where the trunk is in stages: what passes between these, and in which order a stage computes."""
+"""A rank's program where a role is in stages: what passes between these, and in which order a stage computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.data.loading.collate import PADDING_LENGTH
-from flowtrain_lightning.packing.policies.trunk_order import stage_order
-from flowtrain_lightning.packing.stage_entries import HIDDEN, hidden_entry, slice_name, stage_name
+from flowtrain_lightning.packing.policies.virtual_stages import ChunkPass
+from flowtrain_lightning.packing.stage_entries import (
+    hidden_entry,
+    hidden_states,
+    part_names,
+    slice_name,
+)
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.parallel.context_parallel import slices_of
 from flowtrain_lightning.runtime.program import MadeEntry, RankBatch, RankRole, ReadEntry
 
 
-def in_stages(plan: StepPlan, shard: RankShard, whole: RankRole) -> RankRole:
-    """A rank's part in the trunk as its stage computes it.
+def in_stages(plan: StepPlan, shard: RankShard, whole: RankRole, order: Sequence[ChunkPass]) -> RankRole:
+    """A rank's part in a role as its stage computes it.
 
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
         whole: its part if it had all layers.
+        order: of the stage's passes.
     """
-    members, count = shard.members, len(whole.due)
-    of_stage = stage_order(count, members.pipeline, shard.stage)
-    passes = tuple((each.kind, each.chunk * count + each.position) for each in of_stage)
+    count, chunks = len(whole.due), shard.members.pipeline_of(whole.role).chunks
+    passes = tuple((each.kind, each.chunk * count + each.position) for each in order)
     batches = {
-        chunk * count + number: _in_stage(plan, shard, batch, chunk)
-        for chunk in range(members.virtual)
-        for number, batch in whole.batches.items()
+        chunk * count + place: _in_stage(plan, shard, whole.role, batch, chunk)
+        for chunk in range(chunks)
+        for place, batch in whole.batches.items()
     }
-    due, until = whole.due * members.virtual, whole.until * members.virtual
+    due, until = whole.due * chunks, whole.until * chunks
     return replace(whole, batches=_read_once(batches, passes), passes=passes, due=due, until=until)
 
 
 def by_stages(made: tuple[MadeEntry, ...], members: StepMembers) -> tuple[MadeEntry, ...]:
-    """Entries of a role that encodes, which every stage of the trunk reads: positions may follow from them."""
-    if members.stages == 1:
-        return made
-    names = [stage_name(members.trunk, stage) for stage in range(members.stages)]
+    """Entries that every stage of the roles that read them reads: positions may follow from them."""
     return tuple(
-        each._replace(readers=tuple((name, member) for _, member in each.readers for name in names)) for each in made
+        each._replace(
+            readers=tuple(
+                (name, member) for role, member in each.readers for name in part_names(role, members.pipeline_of(role))
+            )
+        )
+        for each in made
     )
 
 
@@ -64,41 +72,54 @@ def _read_once(batches: Mapping[int, RankBatch], passes: Sequence[Pass]) -> dict
     }
 
 
-def _in_stage(plan: StepPlan, shard: RankShard, batch: RankBatch, chunk: int) -> RankBatch:
-    """A microbatch as one stage computes it: it reads features, as every stage does, and the stage before it."""
-    members, trunk, own = shard.members, shard.members.trunk, shard.stage
-    pipeline = members.pipeline
-    stage, stages = pipeline.number(own, chunk), pipeline.runs
-    rows = slices_of(_hidden_rows(plan, shard.own[trunk], batch.number), members.slices)[shard.slice]
-    member = shard.own[trunk] * members.slices + shard.slice
+def _in_stage(plan: StepPlan, shard: RankShard, role: str, batch: RankBatch, chunk: int) -> RankBatch:
+    """A batch as one stage computes it: it reads what the whole role reads, and the stage before it."""
+    members, own, part = shard.members, shard.stages[role], shard.slices.get(role, 0)
+    pipeline, slices = members.pipeline_of(role), members.slices.get(role, 1)
+    run, name = pipeline.number(own, chunk), hidden_states(role)
+    rows = slices_of(_hidden_rows(plan, role, shard.own[role], batch.number), slices)[part]
+    member = shard.own[role] * slices + part
     # Each stage is a reader of its own, which gives back a part of the gradients; of its context ranks the first.
     read = tuple(
-        each._replace(part=each.part * members.stages + own, answers=each.answers and shard.slice == 0)
-        for each in batch.read
+        each._replace(part=each.part * pipeline.stages + own, answers=each.answers and part == 0) for each in batch.read
     )
-    made: tuple[MadeEntry, ...] = ()
-    rows_read = dict(batch.rows_read)
-    if stage > 0:
-        maker = slice_name(trunk, pipeline.stage_of(stage - 1)), member
-        entry = hidden_entry(plan, stages, stage - 1, member, batch.number)
-        read = (*read, ReadEntry(entry, HIDDEN, maker, (slice(0, rows),)))
-        rows_read[HIDDEN] = rows
-    if stage < stages - 1:
-        reader = slice_name(trunk, pipeline.stage_of(stage + 1)), member
-        made = (MadeEntry(hidden_entry(plan, stages, stage, member, batch.number), HIDDEN, rows, (reader,)),)
+    made, rows_read = batch.made, dict(batch.rows_read)
+    if run > 0:
+        maker = slice_name(role, pipeline.stage_of(run - 1)), member
+        entry = hidden_entry(plan, members, role, run - 1, member, batch.number)
+        read = (*read, ReadEntry(entry, name, maker, (slice(0, rows),)))
+        rows_read[name] = rows
+    if run < pipeline.runs - 1:
+        reader = slice_name(role, pipeline.stage_of(run + 1)), member
+        made = (MadeEntry(hidden_entry(plan, members, role, run, member, batch.number), name, rows, (reader,)),)
     return replace(batch, made=made, read=read, rows_read=rows_read, chunk=chunk)
 
 
-def _hidden_rows(plan: StepPlan, member: int, number: int) -> int:
-    """Rows of hidden states of a microbatch: its tokens, or those of padding."""
-    samples = plan.microbatches[member][number]
-    return int(plan.sizes.tokens[samples].sum()) if len(samples) else PADDING_LENGTH
+def _hidden_rows(plan: StepPlan, role: str, member: int, number: int) -> int:
+    """Rows of hidden states of a batch: its tokens or patches, or tokens of padding."""
+    items = plan.batches[role][member][number]
+    return int(plan.lengths(role)[items].sum()) if len(items) else PADDING_LENGTH
 
 
-def rows_between(plan: StepPlan, members: StepMembers) -> Iterator[tuple[tuple[str, tuple[int, ...]], ...]]:
-    """For each member of the trunk what a rank of one stage makes of its microbatches: of each the rows at most."""
-    pads = bool(members.meeting(members.trunk).passes)
-    for member, batches in enumerate(plan.microbatches if members.stages > 1 else ()):
-        numbers = [number for number, own in enumerate(batches) if len(own) or pads]
-        rows = [slices_of(_hidden_rows(plan, member, number), members.slices)[0] for number in numbers]
-        yield tuple((HIDDEN, (each,)) for each in rows) * members.virtual
+class RowsBetween(NamedTuple):
+    """The hidden states that a rank of one stage makes of its batches, and one of the next stage reads.
+
+    Attributes:
+        role: that is in stages.
+        member: of the role.
+        rows: of each batch its kind, and the rows at most.
+    """
+
+    role: str
+    member: int
+    rows: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def rows_between(plan: StepPlan, members: StepMembers) -> Iterator[RowsBetween]:
+    """What passes between the stages of all roles that are in stages."""
+    for role, pipeline in members.pipelines.items():
+        pads, slices = bool(members.meeting(role).passes), members.slices.get(role, 1)
+        for member, batches in enumerate(plan.batches[role]):
+            numbers = [number for number, own in enumerate(batches) if len(own) or pads]
+            rows = [slices_of(_hidden_rows(plan, role, member, number), slices)[0] for number in numbers]
+            yield RowsBetween(role, member, tuple((hidden_states(role), (each,)) for each in rows) * pipeline.chunks)

@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from flowtrain_lightning.data import Entry, RankShard, StepPlan
+from flowtrain_lightning.data import RankShard, StepPlan
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.policies.member_orders import MemberOrder, member_orders, roles_in_turns
-from flowtrain_lightning.packing.policies.trunk_order import trunk_order
+from flowtrain_lightning.packing.policies.trunk_order import stage_order, trunk_order
+from flowtrain_lightning.packing.policies.virtual_stages import ChunkPass
 from flowtrain_lightning.packing.searched.order_of_step import searched_step
-from flowtrain_lightning.packing.stage_entries import HIDDEN
+from flowtrain_lightning.packing.stage_entries import hidden_states, part_names
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
+from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
 from flowtrain_lightning.runtime.program_in_order import in_searched_order
-from flowtrain_lightning.runtime.program_in_stages import by_stages, in_stages, rows_between
+from flowtrain_lightning.runtime.program_in_stages import RowsBetween, by_stages, in_stages, rows_between
 
 
 def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepProgram:
@@ -47,19 +49,22 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
     waited_for = bool(members.colocated) or plan.encoded_as is not None or bool(members.behind)
     # Ranks of a stage wait for each other inside of a pass, where those of the next one wait for what they read.
     # So would one whose stages hand on to each other in a circle, which read them in another order than they are made.
-    some_in_turns = (members.in_fixed_order and (waited_for or members.stages > 1)) or members.virtual > 1
+    some_in_turns = members.in_fixed_order and (waited_for or bool(members.pipelines))
+    some_in_turns |= members.pipeline.chunks > 1
     some_in_turns |= bool(members.searched)  # each waits for its next work only
-    makes_too = members.stages > 1 or any(role in members.colocated for role in members.behind)  # the trunk
+    makes_too = trunk in members.pipelines or any(role in members.colocated for role in members.behind)  # the trunk
+    reads_too = sum(role in members.colocated for role in (*members.behind, *members.pipelines))
     holds_all = some_in_turns or any(members.meeting(role).ranks > 1 for role in members.producers)
-    between = tuple(rows_between(plan, members))
+    between = [*rows_between(plan, members)]
+    inside = {hidden_states(each.role) for each in between if each.rows}
     roles += encoding
     program = StepProgram(
         {role.role: role for role in roles},
-        (*_made_rows(plan, made), *between),
-        tuple(sorted({*{entry.modality for entry in plan.entries}, *([HIDDEN] if members.stages > 1 else [])})),
+        (*_made_rows(plan, made), *(each.rows for each in between)),
+        tuple(sorted({entry.modality for entry in plan.entries} | inside)),
         len(plan.microbatches[0]),
         members.producers_per_rank + (makes_too and bool(members.colocated)),
-        1 + any(role in members.colocated for role in members.behind),
+        1 + reads_too,
         in_turns=in_turns,
         holds_all=holds_all,
         read_rows=_read_rows(plan, between) if holds_all else (),
@@ -85,15 +90,19 @@ def _trunk_role(
     """
     role, member = shard.members.trunk, shard.own[shard.members.trunk]
     microbatches = [BatchOf(role, member, number) for number in range(len(plan.batches[role][member]))]
-    pads, order = bool(shard.members.meeting(role).passes), trunk_order(plan, shard.members, shard.stage)
+    pads, stage = bool(shard.members.meeting(role).passes), shard.stages.get(role, 0)
+    order = trunk_order(plan, shard.members, stage)
     batches = {
-        each.number: _reading_batch(plan, each, read.get(each, ()), _made_entries(plan, made.get(each, ())))
+        each.number: _reading_batch(
+            plan, shard.members, each, read.get(each, ()), _made_entries(plan, made.get(each, ()))
+        )
         for each in microbatches
         if len(plan.batches[role][member][each.number]) or pads
     }
     due = tuple(range(len(microbatches)))
     found = RankRole(role, member, batches, order.passes, due, order.answered, reads=True)
-    found = in_stages(plan, shard, found) if shard.members.stages > 1 else found
+    if role in shard.stages:
+        found = in_stages(plan, shard, found, stage_order(len(due), shard.members.pipeline, stage))
     passes = tuple((kind, place) for kind, place in found.passes if place in found.batches)
     makes = bool(shard.members.behind) or any(batch.made for batch in found.batches.values())
     return replace(found, passes=passes, makes=makes)
@@ -115,7 +124,9 @@ def _role_behind(plan: StepPlan, shard: RankShard, role: str, read: Mapping[Batc
     batches = {}
     for place, turn in enumerate(turns):
         batch = BatchOf(role, member, number_of.get(turn, PADDING))
-        batches[place] = RankBatch(PADDING) if batch.number == PADDING else _reading_batch(plan, batch, read[batch])
+        batches[place] = (
+            RankBatch(PADDING) if batch.number == PADDING else _reading_batch(plan, shard.members, batch, read[batch])
+        )
     passes: list[Pass] = [(kind, place) for place in batches for kind in ("forward", "backward")]  # type: ignore[misc]
     due = tuple(position for position, _ in turns)
     return RankRole(role, member, batches, tuple(passes), due, due, reads=True)
@@ -138,7 +149,10 @@ def _encoding_roles(
         (order,) = member_orders(plan, shard.members, role, kept_batches, [member])
         batches = _making_batches(plan, shard, role, entries, order)
         due = tuple(position for position, _ in order.turns)
-        found.append(RankRole(role, member, batches, order.passes, due, order.until, makes=True))
+        whole = RankRole(role, member, batches, order.passes, due, order.until, makes=True)
+        # All stages come to the batches in one order, so none waits for what comes later in that of another.
+        alike = [ChunkPass(kind, 0, place) for kind, place in order.passes]
+        found.append(in_stages(plan, shard, whole, alike) if role in shard.stages else whole)
     return found
 
 
@@ -202,26 +216,24 @@ def _made_rows(
     return tuple(map(tuple, found.values()))
 
 
-def _read_rows(
-    plan: StepPlan, between: Sequence[tuple[tuple[str, tuple[int, ...]], ...]]
-) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
+def _read_rows(plan: StepPlan, between: Sequence[RowsBetween]) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
     """For each member that reads, the modality and rows of every entry that it reads.
 
     Args:
         plan: of the step.
-        between: what stages make of the microbatches of each member of the trunk, which the next ones read.
+        between: what stages make of each member's batches, which the next ones read.
     """
     read: dict[tuple[str, int], list[tuple[str, tuple[int, ...]]]] = {}
     for entry in plan.entries:
         for member in entry.members:
             read.setdefault(member, []).append((entry.modality, (entry.rows,)))
-    for number, rows in enumerate(between):
-        read.setdefault((plan.graph.trunk, number), []).extend(rows)
+    for role, number, rows in between:
+        read.setdefault((role, number), []).extend(rows)
     return tuple(map(tuple, read.values()))
 
 
 def _reading_batch(
-    plan: StepPlan, batch: BatchOf, numbers: Sequence[int], made: tuple[MadeEntry, ...] = ()
+    plan: StepPlan, members: StepMembers, batch: BatchOf, numbers: Sequence[int], made: tuple[MadeEntry, ...] = ()
 ) -> RankBatch:
     rows: dict[str, int] = {}
     read: dict[int, ReadEntry] = {}
@@ -229,14 +241,16 @@ def _reading_batch(
         rows[modality], places = _places(plan, plan.media_of(batch, modality))
         for entry in numbers:
             if (found := plan.entries[entry]).modality == modality:
-                read[entry] = _read_entry(plan, entry, found, batch, places)
+                maker = part_names(found.maker.role, members.pipeline_of(found.maker.role))[-1]
+                read[entry] = _read_entry(plan, entry, (maker, found.maker.member), batch, places)
     return RankBatch(batch.number, made, tuple(read[entry] for entry in numbers), rows)
 
 
 def _read_entry(
-    plan: StepPlan, entry: int, found: Entry, batch: BatchOf, places: Mapping[int, Sequence[int]]
+    plan: StepPlan, entry: int, maker: tuple[str, int], batch: BatchOf, places: Mapping[int, Sequence[int]]
 ) -> ReadEntry:
-    """An entry as a batch reads it, given the places where the rows of each media item begin."""
+    """An entry as a batch reads it, given who makes it, and the places where the rows of each media item begin."""
+    found = plan.entries[entry]
     media, lengths = found.media.tolist(), plan.sizes.media_rows[found.media].tolist()
     member = batch.role, batch.member
     own = [reader.number for reader in found.readers if (reader.role, reader.member) == member]
@@ -247,7 +261,7 @@ def _read_entry(
     return ReadEntry(
         entry,
         found.modality,
-        (found.maker.role, found.maker.member),
+        maker,
         _joined([(places[item][0], length) for item, length in zip(media, lengths, strict=True)]),
         tuple(again),
         part=found.members.index(member),

@@ -12,7 +12,7 @@ from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
-from flowtrain_lightning.packing.stage_entries import HIDDEN
+from flowtrain_lightning.packing.stage_entries import hidden_modalities, hidden_states
 from flowtrain_lightning.parallel.experts.expert_counts import counting_choices
 from flowtrain_lightning.parallel.ranks.random_streams import global_seed
 from flowtrain_lightning.runtime.gathering import Gathering
@@ -77,8 +77,13 @@ class EncoderMethod:
         media = step.batch.padding_media[self._role] if is_padding else step.batch.media[self._role][batch.number]
         assert media is not None
         stream = batch.number * len(step.plan.batches[self._role]) + member
+        hidden = read.tensors(name := hidden_states(self._role))
+        for tensor in hidden:  # of the stage before: a leaf of the graph, which has a gradient after the backward
+            assert tensor is not None, "each batch has rows"
+            tensor.requires_grad_(name in step.answered)
         with torch.set_grad_enabled(keep), counting_choices(step.stage == "train" and not is_padding):
-            return ForwardResult(self._context.compute.encode(self._role, media, step=step.name, number=stream))
+            rows = self._context.compute.encode(self._role, media, *hidden, step=step.name, number=stream)
+        return ForwardResult(rows)
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
         """See `RoleMethod`."""
@@ -216,7 +221,7 @@ def with_features(
     if (members := step.batch.shard.members).meeting(members.trunk).passes:
         # Other ranks may have media now, and sum gradients of all that a layout gathers together. So what only
         # features meet, such as a projector, takes part here as well.
-        others = {*step.plan.graph.generated, HIDDEN}
+        others = {*step.plan.graph.generated, *hidden_modalities(members)}
         encoded = (modality for modality in step.program.modalities if modality not in others)
         absent = [modality for modality in encoded if modality not in rows]
         rows = {**rows, **{modality: no_rows(compute, modality) for modality in absent}}

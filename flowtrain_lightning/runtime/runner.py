@@ -102,9 +102,7 @@ class RoleRunner:
         encode = dict.fromkeys(rank for role in encoders for rank in ranks[role] if rank not in ranks[self.trunk])
         generate = dict.fromkeys(rank for role in self._behind for rank in ranks[role] if rank not in ranks[self.trunk])
         self._listeners = [*(encode | generate)]
-        # Of ranks that need each other to encode and are of two kinds, one kind has no time in which to work ahead.
-        needs_others = job.allocation.placement == "mixed" and any(layouts[role].shares_weights for role in encoders)
-        self._frozen_works_ahead = bool(encode) and not needs_others
+        self._frozen_works_ahead = bool(encode) and job.allocation.works_ahead
         self._engines = {role: engines[role] for role in self._roles}
         device = trainer.strategy.root_device
         # Where roles share a default group, all of its ranks ask for the groups of all roles.
@@ -251,7 +249,7 @@ class RoleRunner:
         return RolePart(method, speaks=self._job.is_first(role))
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
-        stage = self._module.held_stage
+        stage = self._module.held_stages.get(self.trunk)
         speaks, counts = self._job.is_first(self.trunk), self._job.is_first_tensor_rank(self.trunk)
         counts = counts and (stage is None or stage.is_last)
         answers = speaks and (stage is None or stage.stage == 0)

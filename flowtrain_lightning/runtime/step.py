@@ -12,7 +12,7 @@ from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpecs
 from flowtrain_lightning.data import StepBatch, StepPlan
-from flowtrain_lightning.packing.stage_entries import HIDDEN
+from flowtrain_lightning.packing.stage_entries import hidden_modalities, hidden_states
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.timeline import STALL, Timeline
@@ -37,7 +37,7 @@ class Step:
         unchanged: roles that encode and have no backwards, so that their features do not depend on the steps before.
         trained: roles that have backwards in the step.
         answered: modalities of the step to whose makers gradients go: to an encoder that trains, and to a trunk, or a
-            stage of it, through which they reach weights that train, of its own or of an encoder.
+            stage of either, through which they reach weights that train, of its own or of an encoder.
         name: epoch and step within it, which name random streams.
         features: channel of the pool for features, whose keys go on with ``index`` and the number of the entry.
         gradients: channel for the gradients of features, with keys of the same form.
@@ -57,8 +57,9 @@ class Step:
         self.plan: StepPlan = batch.plan
         program = program.without_behind(graph) if stage == "predict" and graph.behind else program
         # A next token needs all stages, which come to a forward together then.
-        staged = HIDDEN in program.modalities
-        self.program = program.without(HIDDEN) if stage == "predict" and staged else program
+        trunks_own = hidden_states(graph.trunk)
+        together = stage == "predict" and trunks_own in program.modalities
+        self.program = program.without(trunks_own) if together else program
         self.stage = stage
         self.index = index
         encoders = [role for role in graph.producers if role in training]
@@ -67,9 +68,12 @@ class Step:
         reached = [*encoders, *([graph.trunk] if goes_back else [])]
         self.trained = frozenset([*reached, *graph.behind] if stage == "train" else [])
         self.unchanged = frozenset(graph.producers) - self.trained
-        hidden = {HIDDEN} & {*self.program.modalities} if graph.trunk in self.trained else set()
-        made = (name for name in self.program.modalities if name != HIDDEN)
-        self.answered = frozenset([*hidden, *(name for name in made if graph.maker_of(name) in reached)])
+        inside = hidden_modalities(batch.shard.members)
+        self.answered = frozenset(
+            name
+            for name in self.program.modalities
+            if (inside[name] in self.trained if name in inside else graph.maker_of(name) in reached)
+        )
         self.name = batch.epoch, batch.step
         self.executed: defaultdict[str, list[str]] = defaultdict(list)
         first = STAGES.index(stage) * _KINDS

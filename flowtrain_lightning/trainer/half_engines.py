@@ -138,8 +138,8 @@ def _make(module: FlowModule, precision: str, job: Job, device: torch.device) ->
             fill_half(module, role, module.unfilled[role], device, on_host=on_host, keep=keep)
             broadcast_copies(half_tensors(module, role), groups[role].all, groups[role].replicas)
 
-    if module.staged is not None:
-        module.staged.column = groups[allocation.trunk].column
+    for role, staged in module.staged.items():
+        staged.column = groups[role].column
     return {
         role: make_engine(
             module,

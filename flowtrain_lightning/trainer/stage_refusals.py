@@ -29,14 +29,35 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
     Raises:
         ValueError: names the setting, and what to do.
     """
-    trunk = module.role_graph.trunk
-    if layouts[trunk].pipeline == 1:
-        return
-    given = f"The {trunk} has pipeline {layouts[trunk].pipeline}, but"
-    _refuse_absent_weights(layouts[trunk], module, given)
+    for role, layout in layouts.items():
+        if layout.pipeline > 1:
+            given = f"The {role} has pipeline {layout.pipeline}, but"
+            _refuse_settings(given, module, trainer)
+            refuse = _refuse_beside_trunk if role == module.role_graph.trunk else _refuse_beside_encoder
+            refuse(given, layout, module, trainer)
+
+
+def _refuse_settings(given: str, module: FlowModule, trainer: L.Trainer) -> None:
+    """Raises for what does not go with stages of any role."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind in type(callback).__mro__:
+            if kind.__module__.startswith("flowtrain_lightning.") and kind.__name__ in _CALLBACKS:
+                raise ValueError(
+                    f"{given} the callback {kind.__name__} was given: {_CALLBACKS[kind.__name__]}. Leave it out, or "
+                    "set pipeline to 1."
+                )
+    if module.hparams.get("compile", "none") != "none":
+        raise ValueError(
+            f"{given} compile={module.hparams['compile']!r} was given, which has not been tried on stages. Leave it "
+            "out, or set pipeline to 1."
+        )
+
+
+def _refuse_beside_trunk(given: str, layout: Layout, module: FlowModule, trainer: L.Trainer) -> None:
+    _refuse_absent_weights(layout, module, given)
     answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
     generates = trainer.state.fn == TrainerFn.PREDICTING or answers
-    if generates and (chunks := layouts[trunk].stages.chunks) > 1:
+    if generates and (chunks := layout.stages.chunks) > 1:
         raise ValueError(
             f"{given} {chunks} runs of layers in each stage, and predictions go through each stage once. Leave virtual "
             "and 'zb-v' out for them; checkpoints load into every layout."
@@ -47,30 +68,26 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
             f"rank has those of one stage. Leave {own} to the package, whose stages take part in each forward, or "
             "predict on a layout without a pipeline; checkpoints load into every layout."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind in type(callback).__mro__:
-            if kind.__module__.startswith("flowtrain_lightning.") and kind.__name__ in _CALLBACKS:
-                raise ValueError(
-                    f"{given} the callback {kind.__name__} was given: {_CALLBACKS[kind.__name__]}. Leave it out, or "
-                    "set pipeline to 1."
-                )
     packing = getattr(trainer.datamodule, "packing", None)  # type: ignore[attr-defined]
     if getattr(packing, "pad_to_budget", False):
         raise ValueError(
             f"{given} PackingConfig(pad_to_budget=True) was given: what passes between stages is planned without "
             "padding. Leave it out."
         )
-    if module.hparams.get("compile", "none") != "none":
-        raise ValueError(
-            f"{given} compile={module.hparams['compile']!r} was given, which has not been tried on stages. Leave it "
-            "out, or set pipeline to 1."
-        )
     again = any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module))
-    if layouts[trunk].tensor > 1 and again:
+    if layout.tensor > 1 and again:
         raise ValueError(
-            f"{given} beside tensor {layouts[trunk].tensor} the model computes its layers again by itself (gradient "
+            f"{given} beside tensor {layout.tensor} the model computes its layers again by itself (gradient "
             "checkpointing), where it would take them for those of a later microbatch. Leave recompute=True out and "
             "give the layout recompute='full'."
+        )
+
+
+def _refuse_beside_encoder(given: str, layout: Layout, module: FlowModule, trainer: L.Trainer) -> None:
+    if getattr(trainer.datamodule, "keep_features", None) is not None:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{given} FlowDataModule(keep_features=...) was given: what one stage makes of a batch of which some "
+            "features are kept is not planned. Leave it out, or set pipeline to 1."
         )
 
 

@@ -29,7 +29,7 @@ class NothingHeld(nn.Module):
     """A module of these halves without weights: whatever is loaded for it comes whole."""
 
     halves: ClassVar = HALVES
-    held_stage: ClassVar = None
+    held_stages: ClassVar = {}
 
 
 def save(

@@ -53,7 +53,7 @@ class TwoHalves(nn.Module):
     """A module of two halves; the encoder's odd numbers of rows do not divide among ranks."""
 
     halves: ClassVar = {"encoder": ("encoder",), "backbone": ("backbone",)}
-    held_stage: ClassVar = None
+    held_stages: ClassVar = {}
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -19,9 +19,10 @@ from tests.forks import Job, run_jobs
 CLIP = 0.2
 
 
-def colocated(ranks: int, stages: int) -> Allocation:
-    """Every rank encodes, and has a stage of the backbone."""
-    both = {"encoder": Layout(data=ranks), "backbone": Layout(data=ranks // stages, pipeline=stages)}
+def colocated(ranks: int, stages: int, of_encoder: int = 1) -> Allocation:
+    """Every rank encodes, or has a stage of the encoder, and has a stage of the backbone."""
+    degrees = {"encoder": of_encoder, "backbone": stages}
+    both = {role: Layout(data=ranks // count, pipeline=count) for role, count in degrees.items()}
     return Allocation("colocated", both, dict.fromkeys(both, tuple(range(ranks))), order="searched")
 
 
@@ -50,6 +51,11 @@ def train(folder: Path, layout: str, allocation: Allocation | None, name: str, *
 
 CASES = [
     pytest.param("colocated 2", colocated(2, 2), {"encoder_activations": 1}, "64-true", id="2 ranks"),
+    pytest.param("colocated 2", colocated(2, 2, 2), {"encoder_activations": 1}, "64-true", id="both in stages"),
+    pytest.param("colocated 4", colocated(4, 2, 2), {}, "32-true", id="both, 2x2", marks=pytest.mark.full),
+    pytest.param(
+        "colocated 2", colocated(2, 1, 2), {"encoder_activations": 0}, "64-true", id="encoder", marks=pytest.mark.full
+    ),
     pytest.param("colocated 4", colocated(4, 4), {}, "64-true", id="4 ranks", marks=pytest.mark.full),
     pytest.param(
         "colocated 4", colocated(4, 2), {"encoder_activations": 0}, "32-true", id="2x2", marks=pytest.mark.full
@@ -76,6 +82,16 @@ def test_a_searched_order_trains_as_the_plain_loop_does(tmp_path, layout, alloca
 
 
 @pytest.mark.full
-def test_a_searched_order_gives_the_same_bits_whatever_takes_how_long(tmp_path):
-    runs = [train(tmp_path, "colocated 2", colocated(2, 2), name) for name in ("one", "other")]
+def test_so_does_one_with_a_frozen_encoder_in_stages(tmp_path):
+    frozen = {"module": {"freeze_encoder": True}}
+    expected = train(tmp_path, "colocated 2", None, "plain", **frozen)
+    found = train(tmp_path, "colocated 2", colocated(2, 2, 2), "searched", **frozen)
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= LIMIT["64-true"]
+    assert error(found.weights[-1], expected.weights[-1]) <= LIMIT["64-true"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("of_encoder", [1, 2])
+def test_a_searched_order_gives_the_same_bits_whatever_takes_how_long(tmp_path, of_encoder):
+    runs = [train(tmp_path, "colocated 2", colocated(2, 2, of_encoder), name) for name in ("one", "other")]
     assert same_bits(*runs)

@@ -1,4 +1,4 @@
-"""A backbone in stages (pipeline): losses, gradients and weights are those of a plain PyTorch loop."""
+"""Roles in stages (pipeline): losses, gradients and weights are those of a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -70,6 +70,21 @@ LONG += [  # with those above, each number of stages, order, layout of a stage a
     Case("colocated 4", {"backbone": {"pipeline": 4, "recompute": "selective"}}, "32-true", {"encoder_activations": 1}),
     Case("mixed 1+8", {"backbone": {"pipeline": 4, "tensor": 2}}, clip=0.2, kind="four divided blocks"),
     Case("mixed 1+6", {"backbone": {"pipeline": 3, "context": 2}}, "32-true", kind="divided", data=CUT),
+]
+BOTH = {"encoder": PIPELINE, "backbone": PIPELINE}
+ENCODER = {"encoder": PIPELINE}
+QUICK += [Case("colocated 2", BOTH, strategy={"encoder_activations": 1}, clip=0.2, data=CUT)]
+LONG += [
+    Case("colocated 2", BOTH, freeze=True, data=CUT),
+    Case("2+2", BOTH, "32-true", {"encoder_activations": 0}, clip=0.2, data=CUT),
+    Case("2+2", BOTH, freeze=True, clip=0.2),
+    Case("colocated 2", ENCODER, "32-true", clip=0.2, data=CUT),  # the backbone in whole copies
+    Case("2+1", {"encoder": {**PIPELINE, "recompute": "full"}}, strategy={"encoder_activations": 1}, data=CUT),
+    Case("3+2", {"encoder": {"pipeline": 3}, "backbone": {"shard": "fsdp"}}, clip=0.2, data=CUT),
+    Case("4+4", {"encoder": PIPELINE, "backbone": {**PIPELINE, "shard": "fsdp"}}, "32-true", data=CUT),
+    Case("2+2", {"encoder": PIPELINE, "backbone": V}, clip=0.2, data=CUT),
+    Case("colocated 4", {"encoder": PIPELINE, "backbone": {"pipeline": 4}}, clip=0.2, data=CUT),
+    Case("colocated 2", {"encoder": PIPELINE, "backbone": SPLIT}, strategy={"encoder_activations": 2}, data=CUT),
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

@@ -1,4 +1,4 @@
-"""A backbone in stages, through Lightning's loops: what is logged, clipped and validated is that of a whole one."""
+"""Roles in stages, through Lightning's loops: what is logged, clipped and validated is that of whole ones."""
 
 from __future__ import annotations
 
@@ -37,17 +37,26 @@ def run(folder: Path, name: str, layout: str, **arguments: Any) -> list[dict[str
     return read_down(run_jobs(folder, [job])[name].check().folder)
 
 
+BACKBONE = "1+2", {"backbone": {"pipeline": 2}}, ["backbone 0, stage 0", "backbone 1, stage 1", "encoder 0"]
+BOTH = (
+    "colocated 2",
+    {role: {"pipeline": 2} for role in ("encoder", "backbone")},
+    [f"encoder {rank}, stage {rank} and backbone {rank}, stage {rank}" for rank in range(2)],
+)
+
+
 @pytest.mark.full
-def test_every_rank_sees_what_a_whole_backbone_logs_and_answers(tmp_path):
+@pytest.mark.parametrize(("layout", "roles", "labels"), [BACKBONE, BOTH], ids=["backbone", "both"])
+def test_every_rank_sees_what_whole_roles_log_and_answer(tmp_path, layout, roles, labels):
     for name, count in (("train.jsonl", 24), ("val.jsonl", 8), ("predict.jsonl", 3)):
         write_records(tmp_path / "data", count, name)
     given = {"data": str(tmp_path / "data")}
-    found = run(tmp_path, "in stages", "1+2", roles={"backbone": {"pipeline": 2}}, **given)
+    found = run(tmp_path, "in stages", layout, roles=roles, **given)
     expected = run(tmp_path, "whole", "1+1", roles={}, **given)[0]
     for rank in found:
         for loop in ("fit", "validate", "refit"):
             assert rank[loop] == pytest.approx(expected[loop], rel=1e-9)
-        assert rank["labels"] == ["backbone 0, stage 0", "backbone 1, stage 1", "encoder 0"]
+        assert rank["labels"] == labels
     assert {"train_loss", "val_loss", "accuracy", "val_anls"} <= found[0]["fit"].keys()
-    assert [rank["answers"] for rank in found] == [expected["answers"], [], []]
+    assert [rank["answers"] for rank in found] == [expected["answers"], *[[]] * (len(found) - 1)]
     assert len(expected["answers"]) == 3

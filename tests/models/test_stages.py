@@ -1,4 +1,4 @@
-"""Models of Hugging Face train with their decoder in stages as on one process, and checkpoints pass between both."""
+"""Models of Hugging Face train in stages as on one process, and checkpoints pass between both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.test_layouts import assert_equal
 
 pytest.importorskip("transformers")
 
-STAGES, OF_TWO_RANKS = "1+2", "1+4"
+STAGES, OF_TWO_RANKS, BOTH = "1+2", "1+4", "colocated 2"
 SAVED = 2
 """Steps before the checkpoint from which runs go on."""
 
@@ -33,8 +33,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         more = [degree, *(f"{name} {value}" for name, value in settings.items())]
         name = " ".join(filter(None, (family, layout, resumes and f"after {resumes}", *more)))
         arguments = {"data": str(folder / "data"), "layout": layout, "family": family, "saves_after": SAVED, **settings}
-        if layout in (STAGES, OF_TWO_RANKS):
+        if layout in (STAGES, OF_TWO_RANKS, BOTH):
             arguments["roles"] = {"backbone": {"pipeline": 2, **({degree: 2} if degree else {})}}
+        if layout == BOTH:
+            arguments["roles"]["encoder"] = {"pipeline": 2}
         if resumes:
             arguments["resumes"] = str(trained(family, resumes, degree=degree) / "middle.ckpt")
         return (
@@ -61,6 +63,12 @@ def test_a_decoder_in_two_stages_learns_what_one_process_does(trained, family):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2_vl, tied", "qwen2_5_vl"])
+def test_so_does_one_whose_tower_is_in_stages_on_the_same_ranks(trained, family):
+    assert_equal(*(read_run(trained(family, each)) for each in (BOTH, "auto")))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "degree"), [("qwen3_vl", "tensor"), ("qwen2_vl, tied", "tensor"), ("qwen3_vl", "context")]
 )
@@ -81,7 +89,7 @@ def test_so_does_one_that_computes_its_layers_again(trained, family, settings):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "degree"), [(STAGES, ""), (OF_TWO_RANKS, "tensor")])
+@pytest.mark.parametrize(("layout", "degree"), [(STAGES, ""), (OF_TWO_RANKS, "tensor"), (BOTH, "")])
 def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained, layout, degree):
     runs = (trained("qwen2_vl, tied", layout, after, degree=degree) for after in ("", layout))
     whole, resumed = map(read_run, runs)
@@ -91,7 +99,13 @@ def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained,
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "after", "degree"),
-    [("colocated 1", STAGES, ""), (STAGES, "auto", ""), ("colocated 1", OF_TWO_RANKS, "tensor")],
+    [
+        ("colocated 1", STAGES, ""),
+        (STAGES, "auto", ""),
+        ("colocated 1", OF_TWO_RANKS, "tensor"),
+        ("colocated 1", BOTH, ""),
+        (BOTH, STAGES, ""),
+    ],
 )
 def test_checkpoints_pass_between_stages_and_one_rank(trained, layout, after, degree):
     found = read_run(trained("qwen2_vl, tied", layout, after, degree=degree))

@@ -90,7 +90,7 @@ class EvenCosts:
     def end_of_step(self, role: str) -> tuple[float, float]:
         return 1.0, 1.0
 
-    def on_the_way(self, lengths: Any) -> float:
+    def on_the_way(self, role: str, lengths: Any) -> float:
         return 0.0
 
 

@@ -49,7 +49,7 @@ class EvenCosts:
     def end_of_step(self, role):
         return 1.0, 1.0
 
-    def on_the_way(self, lengths):
+    def on_the_way(self, role, lengths):
         return 0.0
 
 

@@ -122,8 +122,17 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ("allocation", "words"),
     [
         (
-            planned("separate", encoder=Layout(1, pipeline=2), backbone=1),
-            "data 1, pipeline 2, replicate, but only the backbone runs in stages",
+            planned("separate", encoder=Layout(2, pipeline=2, shard="fsdp"), backbone=1),
+            "data 2, pipeline 2, fsdp, but the stages of a role that encodes hold whole copies",
+        ),
+        (
+            planned("separate", encoder=Layout(1, pipeline=2, virtual=2), backbone=1),
+            "pipeline 2, virtual 2, replicate, but the stages of a role that encodes hold .* one run of its layers",
+        ),
+        (mixed(Layout(2, pipeline=2), 2), "but in the placement mixed each rank encodes by itself"),
+        (
+            replace(mixed(Layout(1, pipeline=2), Layout(2, shard="fsdp")), placement="colocated"),
+            "pipeline 2, replicate, but the backbone on the same ranks has data 2, fsdp, whose ranks wait",
         ),
         (
             planned("separate", encoder=1, backbone=Layout(2, pipeline=2, expert=2)),
@@ -156,7 +165,10 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         ),
     ],
     ids=[
-        "stages of an encoder",
+        "stages of an encoder in shards",
+        "several runs in a stage of an encoder",
+        "stages of an encoder on ranks of two kinds",
+        "stages of an encoder beside shards",
         "stages that divide experts",
         "stages beside an encoder in shards",
         "context of the encoder",
@@ -346,10 +358,12 @@ def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, hal
         planned("separate", encoder=1, backbone=Layout(1, pipeline=3)),
         planned("separate", encoder=Layout(2, shard="fsdp"), backbone=Layout(2, pipeline=2, shard="fsdp")),
         replace(mixed(4, Layout(2, pipeline=2)), placement="colocated"),
+        replace(mixed(Layout(2, pipeline=2), Layout(1, pipeline=4)), placement="colocated"),
+        planned("separate", encoder=Layout(1, pipeline=2), backbone=Layout(2, pipeline=2, shard="fsdp")),
     ],
-    ids=["whole copies", "shards", "colocated"],
+    ids=["whole copies", "shards", "colocated", "both", "both, apart"],
 )
-def test_a_backbone_in_stages_runs(allocation):
+def test_roles_in_stages_run(allocation):
     assert why_it_cannot_run(allocation) is None
 
 

@@ -1,4 +1,4 @@
-"""Steps of a backbone in stages, simulated: the order of the ranks, what a bubble takes, what the models predict."""
+"""Steps of roles in stages, simulated: the order of the ranks, what a bubble takes, what the models predict."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ class EvenStages:
     runs: int = 1
 
     def batch(self, role, lengths):
-        seconds = float(lengths.sum()) / (1 if role == "encoder" else self.runs)
-        both = seconds * (self.encoder_trains or role != "encoder")
+        encodes = role.startswith("encoder")
+        seconds = float(lengths.sum()) / (1 if encodes else self.runs)
+        both = seconds * (self.encoder_trains or not encodes)
         return PassTimes(seconds, both, both / 2)
 
     def end_of_step(self, role):
         return 1.0, 1.0
 
-    def on_the_way(self, lengths):
+    def on_the_way(self, role, lengths):
         return self.between
 
 
-def in_stages(placement, backbone, encoder=None):
+def in_stages(placement, backbone, encoder=None, order="rules"):
     everyone = tuple(range(backbone.ranks))
     if placement == "colocated":
-        layouts = {"encoder": Layout(backbone.ranks), "backbone": backbone}
-        return Allocation(placement, layouts, dict.fromkeys(layouts, everyone))
+        layouts = {"encoder": encoder or Layout(backbone.ranks), "backbone": backbone}
+        return Allocation(placement, layouts, dict.fromkeys(layouts, everyone), order=order)
     encoder = encoder or Layout(1)
     ranks = {"backbone": everyone, "encoder": tuple(range(backbone.ranks, backbone.ranks + encoder.ranks))}
-    return Allocation(placement, {"encoder": encoder, "backbone": backbone}, ranks)
+    return Allocation(placement, {"encoder": encoder, "backbone": backbone}, ranks, order=order)
 
 
 ALLOCATIONS = {
@@ -92,6 +93,23 @@ def test_ranks_work_in_the_order_that_they_have_in_training(name, trains, kept, 
             read = {number for number, own in enumerate(plan.microbatches[trained.member]) if len(own)}
             wanted = [each for each in trained.passes if each[1] % count in read]
             assert [each for each in passes if each[1] % count in read] == wanted
+
+
+@pytest.mark.parametrize("order", ["rules", pytest.param("searched", marks=pytest.mark.full)])
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+@settings(max_examples=6, deadline=None)
+@given(trains=st.booleans(), kept=st.integers(0, 3), samples=st.integers(1, 12), seed=st.integers(0, 2**16))
+def test_so_do_those_that_have_a_stage_of_an_encoder(placement, order, trains, kept, samples, seed):
+    allocation = in_stages(placement, Layout(1, pipeline=2), Layout(1, pipeline=2), order)
+    plan = plan_on(allocation, draw_sizes(np.random.default_rng(seed), samples), np.arange(samples), 100, BY_TOKENS)
+    spans = simulate_steps(*lane_work([plan], allocation, EvenStages(0.5, trains), kept)).spans
+    for rank in allocation.ranks["encoder"]:
+        stage = stage_names("encoder", 2)[allocation.stage_of("encoder", rank)]
+        done = [each for each in spans if (each.rank, each.work.batch.role) == (rank, stage)]
+        passes = [(each.work.kind, each.work.batch.number) for each in sorted(done, key=lambda each: each.start)]
+        works = make_program(plan, rank_shard(allocation, rank), kept).roles["encoder"].works(trains)
+        wanted = [(work.kind, work.batch.number) for work in (works if trains else sorted(works))]
+        assert [each for each in passes if each != ("forward", len(wanted) // (1 + trains))] == wanted
 
 
 @pytest.mark.parametrize(("microbatches", "stages"), [(1, 2), (2, 4), (8, 4)])

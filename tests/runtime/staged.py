@@ -1,11 +1,11 @@
-"""Runs all ranks of a step whose backbone is in stages: the real executor on a pool of messages in a random order."""
+"""Runs all ranks of a step whose roles are in stages: the real executor on a pool of messages in a random order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from flowtrain_lightning.data import RankShard, StepBatch, StepPlan
 from flowtrain_lightning.data.loading.collate import PADDING_LENGTH
 from flowtrain_lightning.packing import SampleSizes
-from flowtrain_lightning.packing.stage_entries import HIDDEN, slice_name, stage_name
+from flowtrain_lightning.packing.stage_entries import hidden_states, slice_name, stage_name
 from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.executor import Executor, RolePart
@@ -22,10 +22,11 @@ from flowtrain_lightning.runtime.program_of_plan import make_program
 from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
-from tests.packing.sizes import meeting_of
+from tests.packing.sizes import PATCHES_PER_ROW, meeting_of
 from tests.runtime.interleaving import SPEC, DeliveredPool, Interleaving, Numbers, NumbersCompute, Page, batch_of
 
-SPECS = {"image": SPEC, HIDDEN: SPEC}
+HIDDEN = hidden_states("backbone")
+SPECS = {"image": SPEC, HIDDEN: SPEC, hidden_states("encoder"): SPEC}
 
 
 @dataclass
@@ -36,6 +37,21 @@ class StageCompute(NumbersCompute):
     pipeline: StageSchedule = field(default_factory=StageSchedule)
     chunks: list[Numbers] = field(default_factory=list)
     """What the chunks of the stage multiply by; the first is ``backbone``."""
+    encoder_stage: int = 0
+    encoder_stages: int = 1
+
+    def encode(self, role: str, media: Any, hidden: Any = None, **which: Any) -> tuple[Tensor, ...]:
+        if self.encoder_stages == 1:
+            return super().encode(role, media, **which)
+        self.gather("encoder", "forward")
+        if hidden is None:
+            counts = torch.tensor(media.rows) * PATCHES_PER_ROW
+            made = (media.patches @ self.encoder.weight).repeat_interleave(counts, dim=0)
+        else:
+            self.read([hidden])
+            made = (hidden * self.encoder.weight).sin()
+        is_last = self.encoder_stage == self.encoder_stages - 1
+        return (made.unflatten(0, (-1, PATCHES_PER_ROW)).sum(1) if is_last else made,)
 
     def microbatch_and_rows(
         self,
@@ -82,9 +98,10 @@ def with_tokens(batch: StepBatch) -> StepBatch:
     return batch
 
 
-def direct_gradients(plan: StepPlan, stages: int) -> list[Tensor]:
-    """Gradients of the encoder and of each stage when everything is computed in one go."""
+def direct_gradients(plan: StepPlan, stages: int, encoder_stages: int = 1) -> list[Tensor]:
+    """Gradients of each stage of the encoder and of the backbone when everything is computed in one go."""
     chain = [StageCompute(stage=stage, pipeline=StageSchedule(stages)) for stage in range(stages)]
+    encoding = [StageCompute(encoder_stage=stage, encoder_stages=encoder_stages) for stage in range(encoder_stages)]
     shard = RankShard(StepMembers({role: len(of_role) for role, of_role in plan.batches.items()}), {"backbone": 0})
     for member in range(len(plan.microbatches)):
         batch = with_tokens(batch_of(plan, replace(shard, own={"backbone": member})))
@@ -96,14 +113,21 @@ def direct_gradients(plan: StepPlan, stages: int) -> list[Tensor]:
             if len(media):
                 encoded = media if plan.encoded_as is None else plan.encoded_as[media]
                 patches = (torch.from_numpy(encoded + 1.0).reshape(-1, 1) / 10).to(torch.float64)
-                rows = torch.from_numpy(sizes.media_rows[media])
-                features["image"] = (patches @ chain[0].encoder.weight).repeat_interleave(rows, dim=0)
+                rows, made = tuple(sizes.media_rows[media].tolist()), ()
+                for compute in encoding:
+                    made = compute.encode("encoder", _Media(patches, rows), *made, step=(0, 0), number=0)
+                (features["image"],) = made
             loss: Any = None
             for compute in chain:
                 loss, made = compute.microbatch_and_rows(packed, features, stage="train", step=(0, 0), number=0)
                 features[HIDDEN] = made[0] if made else None
             loss.backward()
-    return [_gradient(chain[0].encoder), *(_gradient(compute.backbone) for compute in chain)]
+    return [*(_gradient(each.encoder) for each in encoding), *(_gradient(compute.backbone) for compute in chain)]
+
+
+class _Media(NamedTuple):
+    patches: Tensor
+    rows: tuple[int, ...]
 
 
 def with_random_costs(plan: StepPlan, seed: int) -> StepPlan:
@@ -126,6 +150,7 @@ class StagedStep:
         seed: of the order in which ranks run and messages arrive.
         spare_bytes: of the pool, above those with which no order can block.
         pipeline: how many stages there are, and how they work.
+        encoder_stages: those of the encoder.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
         searched: one order of all works is searched, from costs of which this is the seed.
 
@@ -146,23 +171,21 @@ class StagedStep:
         spare_bytes: int = 0,
         sharing: bool = False,
         searched: int | None = None,
+        encoder_stages: int = 1,
     ) -> None:
         encoders, backbones, stages = len(plan.batches["encoder"]), len(plan.microbatches), pipeline.stages
-        trunk = range(stages * backbones)
-        encoder_ranks = [*range(encoders)] if colocated else [*range(len(trunk), len(trunk) + encoders)]
-        assert not colocated or encoders >= len(trunk)
-        pairs = {"encoder": tuple((rank, rank % backbones) for rank in trunk)} if colocated else {}
+        trunk, encoding = range(stages * backbones), encoders * encoder_stages
+        encoder_ranks = [*range(encoding)] if colocated else [*range(len(trunk), len(trunk) + encoding)]
+        assert not colocated or encoding >= len(trunk)
+        pairs = {"encoder": tuple((rank % encoders, rank % backbones) for rank in trunk)} if colocated else {}
         meets = {"backbone": meeting_of(backbones)} if sharing else {}
         counts = {"encoder": encoders, "backbone": backbones}
-        kept: dict[str, Any] = {"stages": stages, "virtual": pipeline.chunks, "schedule": pipeline.schedule}
-        members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, **kept)
+        of_both = {"encoder": StageSchedule(encoder_stages), "backbone": pipeline}
+        pipelines = {role: each for role, each in of_both.items() if each.stages > 1}
+        members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, pipelines=pipelines)
         ranks_of: Mapping[str, Sequence[tuple[int, ...]]] = {
-            "encoder": [(rank,) for rank in encoder_ranks],
-            **{
-                name("backbone", stage): [(stage * backbones + member,) for member in range(backbones)]
-                for name in (stage_name, slice_name)
-                for stage in range(stages)
-            },
+            **_ranks_of_stages("backbone", [*trunk], stages),
+            **_ranks_of_stages("encoder", encoder_ranks, encoder_stages),
         }
         if searched is not None:
             members, plan = replace(members, searched=_first_ranks(ranks_of)), with_random_costs(plan, searched)
@@ -174,12 +197,16 @@ class StagedStep:
         self.computes, self.executed, parts = [], [], []
         for rank in range(ranks):
             own = {"backbone": rank % backbones} if rank in trunk else {}
-            own |= {"encoder": encoder_ranks.index(rank)} if rank in encoder_ranks else {}
-            shard = RankShard(members, own, rank // backbones if rank in trunk else 0)
-            compute = StageCompute(specs=SPECS, stage=shard.stage, pipeline=pipeline)
+            own |= {"encoder": encoder_ranks.index(rank) % encoders} if rank in encoder_ranks else {}
+            here = {"backbone": rank // backbones} if rank in trunk else {}
+            here |= {"encoder": encoder_ranks.index(rank) // encoders} if rank in encoder_ranks else {}
+            shard = RankShard(members, own, {role: stage for role, stage in here.items() if role in pipelines})
+            stage = here.get("backbone", 0)
+            compute = StageCompute(specs=SPECS, stage=stage, pipeline=pipeline, encoder_stages=encoder_stages)
+            compute.encoder_stage = here.get("encoder", 0)
             compute.chunks = [compute.backbone, *(Numbers() for _ in range(pipeline.chunks - 1))]
             if sharing and rank in trunk:
-                peers = [shard.stage * backbones + member for member in range(backbones)]
+                peers = [stage * backbones + member for member in range(backbones)]
                 compute.gather = partial(_meet, interleaving, rank, peers)
             batch = with_tokens(batch_of(plan, shard))
             training = [*(["encoder"] if trains else []), "backbone"]
@@ -193,19 +220,31 @@ class StagedStep:
             self.computes.append(compute)
             self.executed.append(step.executed)
         interleaving.run(parts)
-        self._pipeline, self._trunk = pipeline, trunk
+        self._pipeline, self._trunk, self._encoder_stages = pipeline, trunk, encoder_stages
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Of the encoder and of each stage, virtual ones counted, summed over their ranks in order."""
+        """Of each stage of encoder and backbone, virtual ones counted, summed over their ranks in order."""
         zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._pipeline.runs)
-        encoder = sum((_gradient(compute.encoder) for compute in self.computes), zero)
+        encoder = [
+            sum((_gradient(compute.encoder) for compute in self.computes if compute.encoder_stage == stage), zero)
+            for stage in range(self._encoder_stages)
+        ]
         of_trunk = [self.computes[rank] for rank in self._trunk]
         parts = [(number // self._pipeline.stages, self._pipeline.stage_of(number)) for number in numbers]
-        return [encoder] + [
+        return encoder + [
             sum((_gradient(each.chunks[chunk]) for each in of_trunk if each.stage == stage), zero)
             for chunk, stage in parts
         ]
+
+
+def _ranks_of_stages(role: str, ranks: Sequence[int], stages: int) -> dict[str, Sequence[tuple[int, ...]]]:
+    members = len(ranks) // stages
+    found: dict[str, Sequence[tuple[int, ...]]] = {role: [tuple(ranks[member::members]) for member in range(members)]}
+    for name in (stage_name, slice_name):
+        for stage in range(stages):
+            found[name(role, stage)] = [(rank,) for rank in ranks[stage * members : (stage + 1) * members]]
+    return found
 
 
 def _first_ranks(ranks_of: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,8 @@ def plan_of(
     sizes: SampleSizes, encoders: int, backbones: int, stages: int, budget: int, *, sharing: bool = False
 ) -> StepPlan:
     meets = {"backbone": meeting_of(backbones)} if sharing else {}
-    members = StepMembers({"encoder": encoders, "backbone": backbones}, meets=meets, stages=stages)
+    pipelines = {"backbone": StageSchedule(stages)}
+    members = StepMembers({"encoder": encoders, "backbone": backbones}, meets=meets, pipelines=pipelines)
     return plan_step(sizes, np.arange(len(sizes)), members, token_budget=TOKEN_BUDGET, encoder_budget=budget)
 
 

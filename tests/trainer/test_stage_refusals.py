@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.callbacks import AdaptCosts, EvaluateAnswers, FlowReplan
-from flowtrain_lightning.data import PackingConfig
+from flowtrain_lightning.data import KeepFeatures, PackingConfig
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight
 from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
 from tests.exactness.modules import Deep
@@ -98,6 +98,15 @@ def test_compiled_layers_are(module):
 @pytest.mark.parametrize("runs", [{"virtual": 2}, {"schedule": "zb-v"}])
 def test_predictions_in_stages_of_several_runs_are(module, runs):
     assert "2 runs of layers in each stage, and predictions" in refused(module, [EvaluateAnswers()], **runs)
+
+
+def test_features_that_are_kept_are_beside_an_encoder_in_stages(module, tmp_path: Path):
+    write_records(tmp_path, 2)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.datamodule = tiny_data(tmp_path, keep_features=KeepFeatures(tmp_path / "features"))
+    refuse_beside_stages(STAGES, module, trainer)
+    with pytest.raises(ValueError, match=r"^The encoder has pipeline 2, but FlowDataModule\(keep_features"):
+        refuse_beside_stages({**STAGES, "encoder": Layout(1, pipeline=2)}, module, trainer)
 
 
 def test_a_models_own_checkpointing_is_beside_tensor_ranks_alone(module):

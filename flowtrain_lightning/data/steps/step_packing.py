@@ -109,7 +109,8 @@ class StepPacking:
     def arrange(self, step: StreamStep, settings: StreamSettings, members: StepMembers) -> Batches:
         """The microbatches of a stream's step for the ranks of a layout; every layout gets the same samples."""
         sync_every = self.sync_every or sync_every_of(members)
-        return arrange_step(step, settings, self.cost, members.counts[members.trunk], sync_every, members.stages)
+        ranks, stages = members.counts[members.trunk], members.pipeline.stages
+        return arrange_step(step, settings, self.cost, ranks, sync_every, stages)
 
     def state_dict(self) -> dict[str, Any]:
         """All settings in JSON types, for a checkpoint."""

@@ -56,7 +56,7 @@ def member_orders(
             continue
         if recomputed is None:
             readers_meet = members.meeting(members.trunk).together
-            if colocated and len(plan.makers) == len(plan.microbatches) == 1:
+            if colocated and not members.pipelines and len(plan.makers) == len(plan.microbatches) == 1:
                 kept = _fewest_kept(plan, kept_batches, order)
             recomputed = recomputed_batches(plan, kept, readers_meet, order)[role]
         numbers = [number for number, media in enumerate(plan.batches[role][member]) if len(media)]

@@ -46,7 +46,7 @@ def trunk_order(plan: StepPlan, members: StepMembers, stage: int = 0) -> TrunkOr
         stage: of the trunk; encoders go by the first, which is the last to give gradients.
     """
     count = len(plan.microbatches[0])
-    if members.stages > 1:
+    if members.pipeline.stages > 1:
         return order_of_stage(count, members.pipeline, stage)
     read = {entry.maker.number for entry in plan.entries if entry.maker.role == members.trunk}
     return _with_answers(in_order(count, read, most_open(members)))

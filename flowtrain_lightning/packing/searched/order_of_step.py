@@ -12,7 +12,7 @@ from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
 from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
 from flowtrain_lightning.packing.searched.searched_order import Limits, ListedOrder, searched_order
-from flowtrain_lightning.packing.stage_entries import stage_names
+from flowtrain_lightning.packing.stage_entries import part_names
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import StepPlan
@@ -24,8 +24,8 @@ class SearchedStep:
     """An order of all works of a step. Each rank does its own in this order, and never blocks.
 
     Attributes:
-        works: of all roles, where each stage of the trunk is one; none comes before what it needs.
-        recomputed: role that encodes -> the numbers of each member's batches of which nothing is kept.
+        works: of all roles, where each stage is one; none comes before what it needs.
+        recomputed: role that encodes, or stage of one -> the numbers of each member's batches of which nothing is kept.
     """
 
     works: tuple[Work, ...]
@@ -53,24 +53,24 @@ def searched_step(plan: StepPlan, members: StepMembers, kept_batches: int) -> Se
         kept_batches: encoder batches whose activations a rank keeps.
     """
     batches, chains, limits = _chains(plan, members, kept_batches)
+    producing = [name for role in members.producers for name in _names(members, role)]
     if not chains:
-        return SearchedStep((), {role: (frozenset(),) * members.counts[role] for role in plan.graph.producers})
-    graph, names = chain_graph(chains), _names(members)
+        return SearchedStep((), {name: (frozenset(),) * _count(members, name) for name in producing})
+    graph, names = chain_graph(chains), {role: _names(members, role) for role in plan.batches}
     found = searched_order(graph, limits, [_by_rules(plan, members, kept_batches, graph, batches)])
     works, recomputed = [], set[BatchOf]()
     for number in found.order.tolist():
         batch = batches[graph.chains[number]]
-        if batch.role == plan.graph.trunk:
-            batch = batch._replace(role=names[graph.depths[number]])
+        batch = batch._replace(role=names[batch.role][graph.depths[number]])
         works.append(Work(batch, "backward" if graph.is_backward[number] else "forward"))
-        if found.recomputed[number] or (not kept_batches and batch.role in plan.graph.producers):
+        if found.recomputed[number] or (not kept_batches and batch.role in producing):
             recomputed.add(batch)
     again = {
-        role: tuple(
-            frozenset(batch.number for batch in recomputed if (batch.role, batch.member) == (role, member))
-            for member in range(members.counts[role])
+        name: tuple(
+            frozenset(batch.number for batch in recomputed if (batch.role, batch.member) == (name, member))
+            for member in range(_count(members, name))
         )
-        for role in plan.graph.producers
+        for name in producing
     }
     return SearchedStep(tuple(works), again)
 
@@ -107,17 +107,17 @@ def in_searched_order(work: StepWork, searched: SearchedStep, *, trains: bool) -
     }
 
 
-def _names(members: StepMembers) -> tuple[str, ...]:
-    """The names of the trunk's stages, or its own."""
-    return stage_names(members.trunk, members.stages) or (members.trunk,)
+def _names(members: StepMembers, role: str) -> tuple[str, ...]:
+    """The names of a role's stages, or its own."""
+    return part_names(role, members.pipeline_of(role))
 
 
 def _chains(plan: StepPlan, members: StepMembers, kept_batches: int) -> tuple[list[BatchOf], list[Chain], Limits]:
     """Every batch that holds something as a chain, what encodes before what reads it; and what may be kept."""
-    names = _names(members)
-    parts = [*members.producers, *names]
+    names = {role: _names(members, role) for role in (*members.producers, members.trunk)}
+    parts = [part for of_role in names.values() for part in of_role]
     rank_of, first_store = members.searched, dict(zip(parts, _sums(members, parts), strict=True))
-    most = {name: max(1, members.stages - stage) for stage, name in enumerate(names)}  # as many as 1F1B keeps
+    most = {name: members.pipeline.stages - stage for stage, name in enumerate(names[members.trunk])}  # as 1F1B keeps
     kept = [most.get(part, kept_batches) for part in parts for _ in range(_count(members, part))]
     again = np.array([part not in most for part in parts for _ in range(_count(members, part))])
     read: dict[BatchOf, set[BatchOf]] = {}
@@ -132,13 +132,13 @@ def _chains(plan: StepPlan, members: StepMembers, kept_batches: int) -> tuple[li
                 if not len(items):
                     continue
                 batch = BatchOf(role, member, number)
-                passes = in_two_passes(plan.costs[role][member][number] / (len(names) if is_trunk else 1))
+                passes = in_two_passes(plan.costs[role][member][number] / len(names[role]))
                 forward, backward, room = passes.forward, passes.backward, 1.0
                 if not is_trunk and not kept_batches:
                     backward, room = backward + forward, 0.0
                 stages = tuple(
                     TimedStage(rank_of[part][member], forward, backward, room, first_store[part] + member)
-                    for part in (names if is_trunk else (role,))
+                    for part in names[role]
                 )
                 unit = number if is_trunk else plan.turns[role][member][number][0]
                 number_of[batch] = len(chains)
@@ -163,21 +163,22 @@ def _by_rules(
     plan: StepPlan, members: StepMembers, kept_batches: int, graph: ChainGraph, batches: Sequence[BatchOf]
 ) -> ListedOrder:
     """The order in which ranks come to their works by the rules, if all takes as long as it is said to."""
-    names, parts = _names(members), list[tuple[str, int, tuple[Pass, ...]]]()
+    parts = list[tuple[str, int, tuple[Pass, ...]]]()
     recomputed = np.zeros(len(graph), dtype=np.bool_)
     number_of = {}
     for work, chain in enumerate(graph.chains.tolist()):
         batch, kind = batches[chain], "backward" if graph.is_backward[work] else "forward"
-        name = names[graph.depths[work]] if batch.role == members.trunk else batch.role
+        name = _names(members, batch.role)[graph.depths[work]]
         number_of[name, batch.member, kind, batch.number] = work
-    for stage, name in enumerate(names):
+    for stage, name in enumerate(_names(members, members.trunk)):
         passes = trunk_order(plan, members, stage).passes
         parts += [(name, member, passes) for member in range(members.counts[members.trunk])]
     for role in members.producers:
         for member, order in enumerate(member_orders(plan, members, role, kept_batches)):
-            parts.append((role, member, order.passes))
-            again = [number_of[role, member, "forward", place] for place in order.recomputed if kept_batches]
-            recomputed[again] = True
+            for name in _names(members, role):
+                parts.append((name, member, order.passes))
+                again = [number_of[name, member, "forward", place] for place in order.recomputed if kept_batches]
+                recomputed[again] = True
     lanes: dict[int, list[list[int]]] = {}
     for name, member, passes in parts:
         keys = ((name, member, kind, number) for kind, number in passes)

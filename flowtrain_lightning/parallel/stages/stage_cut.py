@@ -22,6 +22,7 @@ class StageCut:
     """The part of a half that one stage holds.
 
     Attributes:
+        role: whose half it is.
         stage: which one.
         pipeline: all stages of the half.
         blocks: paths of all repeated blocks of the half, in order.
@@ -32,6 +33,7 @@ class StageCut:
         ties: names of the parameters that the first and the last stage both hold.
     """
 
+    role: str
     stage: int
     pipeline: StageSchedule
     blocks: tuple[str, ...]
@@ -43,7 +45,7 @@ class StageCut:
 
     @property
     def is_last(self) -> bool:
-        """The stage computes the loss, with its last chunk."""
+        """The stage has the last layers, in its last chunk."""
         return self.stage == self.pipeline.last
 
     @property
@@ -113,7 +115,7 @@ def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedul
     ties = tuple(name for name, key in names.items() if name in known and both <= holders[key])
     own = tuple(chunks[pipeline.number(stage, chunk)] for chunk in range(virtual))
     held = frozenset(names.keys() - absent)
-    return StageCut(stage, pipeline, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
+    return StageCut(role, stage, pipeline, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
 
 
 def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:

@@ -189,12 +189,13 @@ class StageForward:
         }
 
     def _refuse_other_inputs(self, result: Any, given: Tensor) -> None:
-        found = result[0] if isinstance(result, tuple) else result
-        if isinstance(found, Tensor) and bool(torch.isnan(found).any()) and not bool(torch.isnan(given).any()):
+        made = result if isinstance(result, tuple) else (result,)
+        spoilt = any(bool(torch.isnan(each).any()) for each in made if isinstance(each, Tensor))
+        if spoilt and not bool(torch.isnan(given).any()):
             raise RuntimeError(
-                f"What stage {self.cut.stage} computes needs weights of the first stage beside the hidden states, such "
-                f"as {min(self.cut.before)!r}. In a pipeline blocks take one tensor that those before them have "
-                "computed; what runs behind the blocks is registered behind them."
+                f"What stage {self.cut.stage} of the {self.cut.role} computes needs weights of the first stage beside "
+                f"the hidden states, such as {min(self.cut.before)!r}. In a pipeline blocks take one tensor that those "
+                "before them have computed; what runs behind the blocks is registered behind them."
             )
 
 
