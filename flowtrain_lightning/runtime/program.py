@@ -275,7 +275,8 @@ class PoolDemand:
             each_least = (assign_offsets(_held_by_batch(of_rank)).capacity for of_rank in sized)
             self.least = together * max(each_least, default=0)
         self.features = {name: _reserved(role, specs) for name, role in program.roles.items()}
-        self.gradients = {name: _answers(role, specs) for name, role in program.roles.items() if role.gives_back}
+        answering = {name: role for name, role in program.roles.items() if role.reads or role.gives_back}
+        self.gradients = {name: _answers(role, specs) for name, role in answering.items()}
         if program.holds_all:
             self.features = {role: _held_to_the_end(reserved) for role, reserved in self.features.items()}
             self.gradients = {role: _held_to_the_end(reserved) for role, reserved in self.gradients.items()}

@@ -80,10 +80,3 @@ def test_its_gradients_are_the_same_bits_in_every_order_of_events(costs):
     sizes = make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 4)
     found = [check(sizes, costs=costs, events=events) for events in range(3)]
     assert all(torch.equal(*pair) for step in found for pair in zip(step.gradients, found[0].gradients, strict=True))
-
-
-def test_in_one_order_its_stages_take_turns_with_those_of_the_backbone():
-    """Where costs ask for it, an encoder batch's second stage comes between two stages of microbatches."""
-    step = check(make_sizes(*[(60, [5])] * 6), budget=20, kept=2, costs=3)
-    for ran in step.executed:
-        assert len(ran["encoder"]) == len(ran["backbone"]) == 12
