@@ -35,8 +35,8 @@ from tests.tiny import IMAGES, WIDTH, Backbone, Block, CharTokenizer, Encoder, T
 
 BINS = 6
 FRAMES_PER_ROW = 2
-MEDIA_IDS = {"image": 3, "audio": 4}
-IMAGE, AUDIO = ("image",), ("audio",)
+MEDIA_IDS = {"image": 3, "audio": 4, "touch": 5}
+IMAGE, AUDIO, TOUCH = ("image",), ("audio",), ("touch",)
 GLOBAL_BATCH = 6
 _STEPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (IMAGE, (), (*IMAGE, *IMAGE), IMAGE, (), IMAGE),
@@ -53,10 +53,10 @@ SAVED_AT = 2
 
 @dataclass(frozen=True)
 class Given:
-    """An image or a clip of audio in memory.
+    """An image, or a clip of audio or of what is felt, in memory.
 
     Attributes:
-        modality: which of the two.
+        modality: which of them.
         values: ``[patches or frames, width]`` float32.
         grid: patches down and across; of audio one row of frames.
     """
@@ -96,13 +96,15 @@ class Memory:
 
     Args:
         first: with whose samples it begins, a step.
+        feels: every other sample with media has something to feel as well.
     """
 
-    fingerprint = "samples of images and audio"
-
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, *, feels: bool = False) -> None:
+        self.fingerprint = f"samples of images and audio{' and touch' * feels}"
         draw = np.random.default_rng(5)
-        self.samples = [_drawn(kinds, draw) for step in _STEPS[first:] for kinds in step]
+        kinds = [kinds for step in _STEPS[first:] for kinds in step]
+        more = [TOUCH if feels and own and number % 2 else () for number, own in enumerate(kinds)]
+        self.samples = [_drawn((*own, *felt), draw) for own, felt in zip(kinds, more, strict=True)]
         media = [item for sample in self.samples for item in sample.media]
         counts = [len(sample.media) for sample in self.samples]
         self._sizes = SampleSizes(
@@ -237,6 +239,23 @@ class DividedHearing(SeeingAndHearing):
         return divided_blocks([f"{half}.block", *(["backbone.more.*"] if role == "backbone" else [])])
 
 
+class Feeling(DividedHearing):
+    """The same, with a third encoder, which feels."""
+
+    halves: ClassVar = {"encoder_touch": ("skin",), **DividedHearing.halves}
+
+    def configure_encoder_touch(self) -> None:
+        self.skin = Ear(0.0).requires_grad_("touch" not in self.hparams["frozen"])
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        return self.skin(media) if media.modality == "touch" else super().encode(media)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.add_param_group({"params": list(self.skin.parameters()), "weight_decay": 0.05})
+        return optimizer
+
+
 LETTERS = ("a", "b", "c")
 
 
@@ -260,20 +279,22 @@ class Letters(SeeingAndHearing):
     backbone = property(lambda self: self.c)
 
 
-def module_of(wide: bool = False, letters: bool = False, divided: bool = False) -> type[SeeingAndHearing]:
+def module_of(
+    wide: bool = False, letters: bool = False, divided: bool = False, feels: bool = False
+) -> type[SeeingAndHearing]:
     """The module of a case."""
-    return Letters if letters else WideEar if wide else DividedHearing if divided else SeeingAndHearing
+    chosen = {Letters: letters, WideEar: wide, Feeling: feels, DividedHearing: divided}
+    return next((kind for kind, is_wanted in chosen.items() if is_wanted), SeeingAndHearing)
 
 
-def memory_data(train: Memory | None = None, **settings: Any) -> FlowDataModule:
+def memory_data(train: Memory | None = None, *, feels: bool = False, **settings: Any) -> FlowDataModule:
     """The samples, in their order; those of ``train`` instead, if it is given."""
     defaults = {"token_budget": 48, "global_batch_size": GLOBAL_BATCH, "shuffle": False, "tokenizer": CharTokenizer()}
-    return FlowDataModule(train or Memory(), Memory(), predict=Memory(), **{**defaults, "seed": 1, **settings})
+    rest = Memory(feels=feels)
+    return FlowDataModule(train or rest, rest, predict=rest, **{**defaults, "seed": 1, **settings})
 
 
-def allocation_of(
-    layout: str, names: tuple[str, str, str] = ("encoder_image", "encoder_audio", "backbone")
-) -> Allocation:
+def allocation_of(layout: str, names: tuple[str, ...] = ("encoder_image", "encoder_audio", "backbone")) -> Allocation:
     """``"2+1+3"`` is two ranks for images, one for audio, and three that read both, which come first.
 
     ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one rank both encoders and two more all
@@ -282,22 +303,23 @@ def allocation_of(
 
     Args:
         layout: see above.
-        names: of the three roles.
+        names: of the roles, the one that reads last.
     """
     counted, *how = layout.removeprefix("colocated ").removeprefix("mixed ").split(" ")
-    image, audio, trunk = names
+    *encoders, trunk = names
     *counts, readers = map(int, counted.split("+"))
     kind: Any = layout.partition(" ")[0]
     placement = kind if kind in ("colocated", "mixed") else "separate"
+    ranks = {trunk: range(readers)}
     if placement == "separate":
-        first = readers + counts[0]
-        ranks = {image: range(readers, first), audio: range(first, first + counts[1]), trunk: range(readers)}
+        for number, role in enumerate(encoders):
+            first = readers + sum(counts[:number])
+            ranks[role] = range(first, first + counts[number])
     else:
-        every = range(readers + sum(counts))
-        ranks = {image: every, audio: every, trunk: range(readers)}
+        ranks |= dict.fromkeys(encoders, range(readers + sum(counts)))
     layouts = {role: Layout(len(each)) for role, each in ranks.items()}
     if how:
-        role = {"image": image, "audio": audio}.get(how[-1], trunk)
+        role = dict(zip(MEDIA_IDS, encoders, strict=False)).get(how[-1], trunk)
         size = len(ranks[role])
         in_shards = how[0] in get_args(Sharding)
         layouts[role] = Layout(size, shard=how[0]) if in_shards else Layout(**{how[0]: size})
@@ -323,6 +345,7 @@ def train(
     wide: bool = False,
     letters: bool = False,
     divided: bool = False,
+    feels: bool = False,
     precision: Any = "64-true",
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
@@ -332,7 +355,9 @@ def train(
     """
     strategy: Any = layout.partition(" ")[0]
     if strategy not in ("auto", "ddp"):
-        strategy = FlowTrainStrategy(allocation=allocation_of(layout, *[LETTERS] * letters), hang_timeout=60)
+        names = LETTERS if letters else tuple(f"encoder_{name}" for name in [*MEDIA_IDS][: 2 + feels])
+        names = names if letters else (*names, "backbone")
+        strategy = FlowTrainStrategy(allocation=allocation_of(layout, names), hang_timeout=60)
     recorder = Recorder()
     L.seed_everything(SEED, verbose=False)
     trainer = L.Trainer(
@@ -350,8 +375,8 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = module_of(wide, letters, divided)(**(module or {}))
-    trainer.fit(model, memory_data(num_workers=workers), ckpt_path=resume)
+    model = module_of(wide, letters, divided, feels)(**(module or {}))
+    trainer.fit(model, memory_data(feels=feels, num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
     spans = trainer.strategy.runner.timeline.spans if isinstance(trainer.strategy, FlowTrainStrategy) else []
     spans = [span for span in spans if span.stage == "train"]
@@ -359,7 +384,7 @@ def train(
     ends = {span.step: span.end for span in spans if span.name == "end of the step"}
     ahead = any(span.start < ends.get(span.step - 1, 0.0) for span in spans if span.kind == "compute")
     trainer.limit_val_batches = 1.0
-    (validated,) = trainer.validate(model, memory_data(), verbose=False)
-    predicted = trainer.predict(model, memory_data())
+    (validated,) = trainer.validate(model, memory_data(feels=feels), verbose=False)
+    predicted = trainer.predict(model, memory_data(feels=feels))
     write_down(folder, [work, validated["val_loss"], sum(len(batch) for batch in predicted or []), ahead])
     disconnect_groups()

@@ -25,15 +25,16 @@ def train(
     clip: float | None = None,
     letters: bool = False,
     divided: bool = False,
+    feels: bool = False,
     precision: str = "64-true",
 ) -> None:
     """Trains ``STEPS`` steps, sample after sample, and writes what a layout's rank writes."""
     torch.set_default_dtype(torch.float64 if precision == "64-true" else torch.float32)
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
-    model = module_of(letters=letters, divided=divided)(**(module or {}))
+    model = module_of(letters=letters, divided=divided, feels=feels)(**(module or {}))
     model.configure_model()
     optimizer = model.configure_optimizers()
-    recorder, samples = Recorder(), Memory().samples
+    recorder, samples = Recorder(), Memory(feels=feels).samples
     recorder.initial = weights_of(model)
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
@@ -80,9 +81,10 @@ def loss_of(model: SeeingAndHearing, sample: Sample) -> tuple[Tensor, int]:
 def _encoded(model: SeeingAndHearing, item: Given) -> Tensor:
     length = len(item.values)
     alone = SimpleNamespace(
+        modality=item.modality,
         patches=torch.from_numpy(item.values).to(torch.get_default_dtype()),
         cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
         max_seqlen=length,
     )
-    (rows,) = (model.eye if item.modality == "image" else model.ear)(alone)
+    (rows,) = model.encode(alone)
     return rows

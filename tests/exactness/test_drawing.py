@@ -170,7 +170,7 @@ def test_both_losses_of_the_backbone_are_logged_by_name_on_every_rank(folder_of:
     for logged, validated, _ in read_down(folder_of(case)):
         assert logged == pytest.approx(expected[0], rel=LIMIT)
         assert validated == pytest.approx(expected[1], rel=LIMIT)
-        weighed = sum(weight * logged[f"train_{name}_loss"] for name, weight in ALL_WEIGHTS.items())
+        weighed = sum(weight * logged["_".join(("train", name, "loss"))] for name, weight in ALL_WEIGHTS.items())
         assert logged["train_loss"] == pytest.approx(weighed, rel=LIMIT)
 
 

@@ -56,6 +56,25 @@ CASES: dict[str, dict[str, Any]] = {
     "1+2+1, loaded by workers": {"layout": "1+2+1", "workers": 1},
     "2+1+1 fsdp image, frozen eye": {"layout": "2+1+1 fsdp image", "module": {"frozen": ["image"]}},
     "mixed 1+2, frozen eye": {"layout": "mixed 1+2", "module": {"frozen": ["image"]}},
+    "auto, it feels": {"layout": "auto", "feels": True},
+    "1+1+1+1, it feels": {"layout": "1+1+1+1", "feels": True},
+    "1+1+2+2, it feels, clipped": {"layout": "1+1+2+2", "feels": True, "clip": 0.2},
+    "colocated 2, it feels": {"layout": "colocated 2", "feels": True},
+    "mixed 1+2, it feels": {"layout": "mixed 1+2", "feels": True, "clip": 0.2},
+    "1+1+2+1 fsdp touch, it feels": {"layout": "1+1+2+1 fsdp touch", "feels": True},
+    "2+1+1+1 fsdp image, it feels": {"layout": "2+1+1+1 fsdp image", "feels": True},
+    "1+1+1+2 fsdp, it feels": {"layout": "1+1+1+2 fsdp", "feels": True},
+    "colocated 2 fsdp touch, it feels": {"layout": "colocated 2 fsdp touch", "feels": True},
+    "colocated 2 fsdp, it feels, clipped": {"layout": "colocated 2 fsdp", "feels": True, "clip": 0.2},
+    "1+1+1+2 tensor, it feels": {"layout": "1+1+1+2 tensor", "feels": True},
+    "colocated 2 tensor, it feels": {"layout": "colocated 2 tensor", "feels": True},
+    "1+1+1+2 context, it feels": {"layout": "1+1+1+2 context", "feels": True},
+    "colocated 2 context, it feels": {"layout": "colocated 2 context", "feels": True},
+    "1+1+1+1, it feels, two frozen": {
+        "layout": "1+1+1+1",
+        "feels": True,
+        "module": {"frozen": ["audio", "touch"]},
+    },
     "2+1+1 deepspeed-1 image": {"layout": "2+1+1 deepspeed-1 image", **FLOAT32},
     "1+2+1 deepspeed-2 audio, clipped": {"layout": "1+2+1 deepspeed-2 audio", "clip": 0.2, **FLOAT32},
     "2+1+1 deepspeed-3 image": {"layout": "2+1+1 deepspeed-3 image", **FLOAT32},
@@ -87,7 +106,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if "deepspeed" in name:
             pytest.importorskip("deepspeed")
         if target == "plain_hearing":
-            told = ("module", "clip", "letters", "divided", "precision")
+            told = ("module", "clip", "letters", "divided", "feels", "precision")
             arguments, ranks = {key: arguments[key] for key in told if key in arguments}, 1
         imports = "deepspeed" if "deepspeed" in name else None
         job = Job(f"{name} {target} {len(more)}", f"tests.exactness.{target}:train", ranks, arguments, imports=imports)
