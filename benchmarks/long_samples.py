@@ -2,6 +2,7 @@
 
 python benchmarks/long_samples.py                every cell simulated and run: three quarters of an hour
 python benchmarks/long_samples.py --cells 64K    the same for cells with 64K in their names; others' runs are kept
+python benchmarks/long_samples.py --cells 128K --seconds 20    longer steps, in which the loaders' own work is smaller
 python benchmarks/long_samples.py --simulate     none is run; runs that there are are kept
 python benchmarks/long_samples.py --quick        a run of short samples and steps, to see that it runs
 
