@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.module import FlowModule
@@ -33,8 +34,11 @@ def refuse_beside_stages(layouts: Mapping[str, Layout], module: FlowModule, trai
         if layout.pipeline > 1:
             given = f"The {role} has pipeline {layout.pipeline}, but"
             _refuse_settings(given, module, trainer)
-            refuse = _refuse_beside_trunk if role == module.role_graph.trunk else _refuse_beside_encoder
-            refuse(given, layout, module, trainer)
+            parts = [part for path in module.halves[role] for part in module.get_submodule(path).modules()]
+            if role == module.role_graph.trunk:
+                _refuse_beside_trunk(given, layout, parts, module, trainer)
+            else:
+                _refuse_beside_encoder(given, parts, trainer)
 
 
 def _refuse_settings(given: str, module: FlowModule, trainer: L.Trainer) -> None:
@@ -53,7 +57,9 @@ def _refuse_settings(given: str, module: FlowModule, trainer: L.Trainer) -> None
         )
 
 
-def _refuse_beside_trunk(given: str, layout: Layout, module: FlowModule, trainer: L.Trainer) -> None:
+def _refuse_beside_trunk(
+    given: str, layout: Layout, parts: Sequence[nn.Module], module: FlowModule, trainer: L.Trainer
+) -> None:
     _refuse_absent_weights(layout, module, given)
     answers = any(type(callback).__name__ == "EvaluateAnswers" for callback in trainer.callbacks)  # type: ignore[attr-defined]
     generates = trainer.state.fn == TrainerFn.PREDICTING or answers
@@ -74,7 +80,7 @@ def _refuse_beside_trunk(given: str, layout: Layout, module: FlowModule, trainer
             f"{given} PackingConfig(pad_to_budget=True) was given: what passes between stages is planned without "
             "padding. Leave it out."
         )
-    again = any(getattr(part, "gradient_checkpointing", False) is True for part in _trunk_parts(module))
+    again = any(getattr(part, "gradient_checkpointing", False) is True for part in parts)
     if layout.tensor > 1 and again:
         raise ValueError(
             f"{given} beside tensor {layout.tensor} the model computes its layers again by itself (gradient "
@@ -83,11 +89,16 @@ def _refuse_beside_trunk(given: str, layout: Layout, module: FlowModule, trainer
         )
 
 
-def _refuse_beside_encoder(given: str, layout: Layout, module: FlowModule, trainer: L.Trainer) -> None:
+def _refuse_beside_encoder(given: str, parts: Sequence[nn.Module], trainer: L.Trainer) -> None:
     if getattr(trainer.datamodule, "keep_features", None) is not None:  # type: ignore[attr-defined]
         raise ValueError(
             f"{given} FlowDataModule(keep_features=...) was given: what one stage makes of a batch of which some "
             "features are kept is not planned. Leave it out, or set pipeline to 1."
+        )
+    if any(getattr(part, "deepstack_visual_indexes", None) for part in parts):
+        raise ValueError(
+            f"{given} features leave its tower behind several layers (deepstack_visual_indexes), which one stage alone "
+            "has. Set pipeline to 1."
         )
 
 
@@ -114,8 +125,3 @@ def _own_generation(module: FlowModule) -> str:
         if not getattr(type(module), name).__module__.startswith("flowtrain_lightning."):
             return name
     return ""
-
-
-def _trunk_parts(module: FlowModule) -> list[object]:
-    paths = module.halves[module.role_graph.trunk]
-    return [part for path in paths for part in module.get_submodule(path).modules()]

@@ -125,10 +125,6 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
             planned("separate", encoder=Layout(2, pipeline=2, shard="fsdp"), backbone=1),
             "data 2, pipeline 2, fsdp, but the stages of a role that encodes hold whole copies",
         ),
-        (
-            planned("separate", encoder=Layout(1, pipeline=2, virtual=2), backbone=1),
-            "pipeline 2, virtual 2, replicate, but the stages of a role that encodes hold .* one run of its layers",
-        ),
         (mixed(Layout(2, pipeline=2), 2), "but in the placement mixed each rank encodes by itself"),
         (
             replace(mixed(Layout(1, pipeline=2), Layout(2, shard="fsdp")), placement="colocated"),
@@ -166,7 +162,6 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ],
     ids=[
         "stages of an encoder in shards",
-        "several runs in a stage of an encoder",
         "stages of an encoder on ranks of two kinds",
         "stages of an encoder beside shards",
         "stages that divide experts",

@@ -37,11 +37,12 @@ class StageCompute(NumbersCompute):
     pipeline: StageSchedule = field(default_factory=StageSchedule)
     chunks: list[Numbers] = field(default_factory=list)
     """What the chunks of the stage multiply by; the first is ``backbone``."""
-    encoder_stage: int = 0
-    encoder_stages: int = 1
+    of_encoder: tuple[int, int] = (0, 1)
+    """Which stage of the encoder it is, and how many there are."""
 
     def encode(self, role: str, media: Any, hidden: Any = None, **which: Any) -> tuple[Tensor, ...]:
-        if self.encoder_stages == 1:
+        stage, stages = self.of_encoder
+        if stages == 1:
             return super().encode(role, media, **which)
         self.gather("encoder", "forward")
         if hidden is None:
@@ -50,8 +51,7 @@ class StageCompute(NumbersCompute):
         else:
             self.read([hidden])
             made = (hidden * self.encoder.weight).sin()
-        is_last = self.encoder_stage == self.encoder_stages - 1
-        return (made.unflatten(0, (-1, PATCHES_PER_ROW)).sum(1) if is_last else made,)
+        return (made.unflatten(0, (-1, PATCHES_PER_ROW)).sum(1) if stage == stages - 1 else made,)
 
     def microbatch_and_rows(
         self,
@@ -101,7 +101,7 @@ def with_tokens(batch: StepBatch) -> StepBatch:
 def direct_gradients(plan: StepPlan, stages: int, encoder_stages: int = 1) -> list[Tensor]:
     """Gradients of each stage of the encoder and of the backbone when everything is computed in one go."""
     chain = [StageCompute(stage=stage, pipeline=StageSchedule(stages)) for stage in range(stages)]
-    encoding = [StageCompute(encoder_stage=stage, encoder_stages=encoder_stages) for stage in range(encoder_stages)]
+    encoding = [StageCompute(of_encoder=(stage, encoder_stages)) for stage in range(encoder_stages)]
     shard = RankShard(StepMembers({role: len(of_role) for role, of_role in plan.batches.items()}), {"backbone": 0})
     for member in range(len(plan.microbatches)):
         batch = with_tokens(batch_of(plan, replace(shard, own={"backbone": member})))
@@ -176,7 +176,6 @@ class StagedStep:
         encoders, backbones, stages = len(plan.batches["encoder"]), len(plan.microbatches), pipeline.stages
         trunk, encoding = range(stages * backbones), encoders * encoder_stages
         encoder_ranks = [*range(encoding)] if colocated else [*range(len(trunk), len(trunk) + encoding)]
-        assert not colocated or encoding >= len(trunk)
         pairs = {"encoder": tuple((rank % encoders, rank % backbones) for rank in trunk)} if colocated else {}
         meets = {"backbone": meeting_of(backbones)} if sharing else {}
         counts = {"encoder": encoders, "backbone": backbones}
@@ -201,9 +200,8 @@ class StagedStep:
             here = {"backbone": rank // backbones} if rank in trunk else {}
             here |= {"encoder": encoder_ranks.index(rank) // encoders} if rank in encoder_ranks else {}
             shard = RankShard(members, own, {role: stage for role, stage in here.items() if role in pipelines})
-            stage = here.get("backbone", 0)
-            compute = StageCompute(specs=SPECS, stage=stage, pipeline=pipeline, encoder_stages=encoder_stages)
-            compute.encoder_stage = here.get("encoder", 0)
+            stage, of_encoder = here.get("backbone", 0), (here.get("encoder", 0), encoder_stages)
+            compute = StageCompute(specs=SPECS, stage=stage, pipeline=pipeline, of_encoder=of_encoder)
             compute.chunks = [compute.backbone, *(Numbers() for _ in range(pipeline.chunks - 1))]
             if sharing and rank in trunk:
                 peers = [stage * backbones + member for member in range(backbones)]
@@ -227,7 +225,7 @@ class StagedStep:
         """Of each stage of encoder and backbone, virtual ones counted, summed over their ranks in order."""
         zero, numbers = torch.zeros(1, 2, dtype=torch.float64), range(self._pipeline.runs)
         encoder = [
-            sum((_gradient(compute.encoder) for compute in self.computes if compute.encoder_stage == stage), zero)
+            sum((_gradient(compute.encoder) for compute in self.computes if compute.of_encoder[0] == stage), zero)
             for stage in range(self._encoder_stages)
         ]
         of_trunk = [self.computes[rank] for rank in self._trunk]

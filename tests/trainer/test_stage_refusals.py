@@ -109,6 +109,14 @@ def test_features_that_are_kept_are_beside_an_encoder_in_stages(module, tmp_path
         refuse_beside_stages({**STAGES, "encoder": Layout(1, pipeline=2)}, module, trainer)
 
 
+def test_features_that_leave_behind_several_layers_of_an_encoder_are(module):
+    module.encoder.deepstack_visual_indexes = [0, 1]
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refuse_beside_stages(STAGES, module, trainer)
+    with pytest.raises(ValueError, match=r"^The encoder has pipeline 2, but features leave its tower behind several"):
+        refuse_beside_stages({**STAGES, "encoder": Layout(1, pipeline=2)}, module, trainer)
+
+
 def test_a_models_own_checkpointing_is_beside_tensor_ranks_alone(module):
     module.backbone.gradient_checkpointing = True
     assert "give the layout recompute='full'" in refused(module, tensor=2)
