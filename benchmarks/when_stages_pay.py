@@ -1,6 +1,6 @@
 """When a backbone in stages pays: the fastest plans with stages and without, by links and by samples of a step.
 
-python benchmarks/when_stages_pay.py            all cells: some six minutes of one core
+python benchmarks/when_stages_pay.py            all cells: some five minutes of one core
 python benchmarks/when_stages_pay.py --quick    the first cell alone
 
 Plans that training runs, searched and played by the planner's models on typical samples; nothing is trained, so that
@@ -122,7 +122,7 @@ def main() -> None:
     for cell in CELLS[:1] if options.quick else CELLS:
         results["cells"].append(measure(cell))
         print(results["cells"][-1], flush=True)
-    write_results(options.out, _NAME, results, text(results))
+        write_results(options.out, _NAME, results, text(results))
     print(f"\n{text(results)}\nWritten to {options.out}.")
 
 
