@@ -168,16 +168,11 @@ def make_engine(
     on_host = ActivationsOnHost(pinned=device_type != "cpu") if offload in ("activations", "all") else None
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
     mesh, stage = groups.mesh, module.held_stages.get(role) if layout.pipeline > 1 else None
-    summed = []
     experts = [] if groups.experts is None else experts_of(modules.values())
     if groups.experts is not None:
         divide_adapters(modules.values(), groups.experts)
         divide_experts(experts, groups.experts[EXPERT] if layout.shard == "fsdp" else groups.experts)
-    if layout.tensor > 1:
-        assert mesh is not None
-        plan, elsewhere = module.tensor_plan(role, layout.tensor), [stage.computes_elsewhere] if stage else []
-        summed = divide_layers(modules, plan, mesh["tensor"], *elsewhere)
-        summed = [*dict.fromkeys([*summed, *divide_tokens_of_experts(modules.values(), experts, mesh["tensor"])])]
+    summed = _divide_layers(module, role, layout, groups, modules, experts) if layout.tensor > 1 else []
     engine: HalfEngine
     if layout.shard != "fsdp":
         for block in (block for half in modules.values() for block in repeated_blocks(half)):
@@ -227,6 +222,26 @@ def make_engine(
         names, sums = _named(module, engine.parameters), layout.shard == "fsdp"
         engine = ContextParallelHalf(engine, groups.context, names, sums_in_backward=sums)
     return engine
+
+
+def _divide_layers(
+    module: HalvedModule,
+    role: str,
+    layout: Layout,
+    groups: RoleGroups,
+    modules: dict[str, nn.Module],
+    experts: list[nn.Module],
+) -> list[tuple[nn.Module, str]]:
+    """Divides layers, and the tokens of experts, among tensor ranks.
+
+    Returns:
+        owner and name of each parameter of which every tensor rank has a summand of the gradient only.
+    """
+    assert groups.mesh is not None
+    mesh, stage = groups.mesh["tensor"], module.held_stage if layout.pipeline > 1 else None
+    plan, elsewhere = module.tensor_plan(role, layout.tensor), [stage.computes_elsewhere] if stage else []
+    summed = divide_layers(modules, plan, mesh, *elsewhere)
+    return [*dict.fromkeys([*summed, *divide_tokens_of_experts(modules.values(), experts, mesh)])]
 
 
 def _named(module: HalvedModule, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
