@@ -238,7 +238,7 @@ def _divide_layers(
         owner and name of each parameter of which every tensor rank has a summand of the gradient only.
     """
     assert groups.mesh is not None
-    mesh, stage = groups.mesh["tensor"], module.held_stage if layout.pipeline > 1 else None
+    mesh, stage = groups.mesh["tensor"], module.held_stages.get(role) if layout.pipeline > 1 else None
     plan, elsewhere = module.tensor_plan(role, layout.tensor), [stage.computes_elsewhere] if stage else []
     summed = divide_layers(modules, plan, mesh, *elsewhere)
     return [*dict.fromkeys([*summed, *divide_tokens_of_experts(modules.values(), experts, mesh)])]
