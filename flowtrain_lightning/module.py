@@ -333,8 +333,8 @@ class FlowModule(HeldHalves, StepLogging):
         """Clips by value, or by one norm over the gradients of both halves on all ranks."""
         limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
-        if limit is None:
-            return
+        if limit is None or limit <= 0:
+            return  # as Lightning has it
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         if algorithm == "value":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -54,7 +54,7 @@ class AverageWeights(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets the averages of an earlier run."""
         if stage == TrainerFn.FITTING:
-            self._held, self._updates, self._swapped = {}, 0, False
+            self._held, self._updates, self._latest_step, self._swapped = {}, 0, 0, False
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -64,7 +64,7 @@ class AverageWeights(L.Callback):
         step = trainer.global_step - 1
         if trainer.global_step <= self._latest_step or step < self._first or step % self._every:
             return
-        for name, weight in _averaged_tensors(pl_module):
+        for name, weight in _averaged_tensors(pl_module, self._held):
             if name not in self._held:
                 self._held[name] = weight.detach().clone()
             else:
@@ -78,8 +78,8 @@ class AverageWeights(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._swap(pl_module)
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Puts the weights back."""
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Puts the weights back, when all callbacks have seen the averages at the epoch's end."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._swap(pl_module)
 
@@ -108,14 +108,14 @@ class AverageWeights(L.Callback):
         """Takes the averages, which the module has just got, and gives it the weights."""
         if trainer.state.fn != TrainerFn.FITTING or _CURRENT not in checkpoint:
             return
-        self._held = {name: average.detach().clone() for name, average in _averaged_tensors(pl_module)}
+        self._held = {name: average.detach().clone() for name, average in _averaged_tensors(pl_module, ())}
         self._updates = int(checkpoint[_STATE]["n_averaged"])
         current = {"state_dict": checkpoint[_CURRENT]}
         trainer.strategy.load_model_state_dict(current, strict=pl_module.strict_loading)
 
     @torch.no_grad()
     def _swap(self, module: L.LightningModule) -> None:
-        for name, weight in _averaged_tensors(module):
+        for name, weight in _averaged_tensors(module, self._held):
             if name in self._held:
                 held, within = local_part(self._held[name]), local_part(weight.detach())
                 former = within.clone()
@@ -124,14 +124,14 @@ class AverageWeights(L.Callback):
         self._swapped = bool(self._held) and not self._swapped
 
 
-def _averaged_tensors(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
-    """First name and value of all that is averaged of what this rank holds."""
+def _averaged_tensors(module: L.LightningModule, held: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """First name and value of all that is averaged of what this rank holds, also of what was frozen since."""
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point() or id(value) in seen:
             continue
         seen.add(id(value))
-        if value.requires_grad or not isinstance(value, nn.Parameter):
+        if value.requires_grad or not isinstance(value, nn.Parameter) or name in held:
             yield name, value
 
 

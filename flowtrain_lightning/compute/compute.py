@@ -128,7 +128,7 @@ class Compute:
         if media.pixels.device != self.device:
             media = self._fetched(media)
         media = media.with_patches(self._convert_input(media.patches))
-        enter_stream(role, epoch, step, number)
+        enter_stream(role, epoch, step, number, *self._place(role, 0))
         with self._module.logging_refused("encode"):
             output = self._through(role, 0, hidden, self._module.encode, media)
         if not self._ends_in(role, 0):
@@ -173,7 +173,7 @@ class Compute:
         """
         if batch.tokens.device != self.device:
             batch = self._fetched(batch)
-        enter_stream(self._trunk, *step, number)
+        enter_stream(self._trunk, *step, number, *self._place(self._trunk, chunk))
         if stage == "predict":
             with self._module.logging_refused("predictions"):
                 return self._call(self._trunk, self._module.backbone_step, batch, features, stage), ()
@@ -363,6 +363,11 @@ class Compute:
     def _ends_in(self, role: str, chunk: int) -> bool:
         """Whether a chunk of what this rank holds of a half has its last blocks."""
         return role not in self._stages or self._stages[role].ends_in(chunk)
+
+    def _place(self, role: str, chunk: int) -> tuple[int, ...]:
+        """Names the random stream of blocks that are not the first of a half, in which masks would recur else."""
+        first = self._stages[role].first_block(chunk) if role in self._stages else 0
+        return (first,) if first else ()
 
     def _through(self, role: str, chunk: int, hidden: Tensor | None, method: Callable[..., Any], *inputs: Any) -> Any:
         """Runs a method of the user's on a half, or on the stage of it that this rank holds; see `StageStep`."""

@@ -6,12 +6,13 @@ import dis
 import hashlib
 import inspect
 import json
+import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -26,23 +27,22 @@ from flowtrain_lightning.parallel.halves import HalvedModule
 _PLAIN = (bool, int, float, str, type(None))
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DIGEST_THREADS = 8
+_NOT_FOLLOWED = {"torch", "lightning", "transformers", "timm", *sys.stdlib_module_names}
+"""Packages whose functions are told by their versions."""
 _LIBRARIES = ("torch", "transformers", "timm", "flowtrain_lightning")
 
 WeightsState = tuple[tuple[int, int], ...]
-"""The address of each weight, and how often it was changed in place."""
+"""The address of each weight and buffer, and how often it was changed in place."""
 
 
 def weights_state(module: HalvedModule, role: str) -> WeightsState:
-    """Changes whenever somebody writes a half's weights, but through ``parameter.data``."""
-    weights = (weight for half in _half(module, role) for weight in half.parameters())
-    return tuple((weight.data_ptr(), weight._version) for weight in weights)
+    """Changes whenever somebody writes a half's weights or buffers, but through ``.data``."""
+    tensors = (each for half in _half(module, role) for each in (*half.parameters(), *half.buffers()))
+    return tuple((each.data_ptr(), each._version) for each in tensors)
 
 
 class EncoderFingerprints:
-    """The fingerprints of a module's encoders.
-
-    Weights are read again where they were changed. Settings are those of when an encoder was first asked for: what
-    changes later is what its code counts.
+    """The fingerprints of a module's encoders, from all that they hold when they are asked for.
 
     Args:
         module: holds them.
@@ -50,8 +50,6 @@ class EncoderFingerprints:
 
     def __init__(self, module: HalvedModule) -> None:
         self._module = module
-        self._weights: dict[str, tuple[WeightsState, str]] = {}
-        self._settings: dict[str, str] = {}
 
     def of(self, role: str, computes: object) -> str:
         """That of one encoder.
@@ -65,14 +63,10 @@ class EncoderFingerprints:
         """
         half = _half(self._module, role)
         _refuse_what_changes(half)
-        state = weights_state(self._module, role)
-        if self._weights.get(role, (None, ""))[0] != state:
-            self._weights[role] = state, _digest_of_weights(half)
-        if role not in self._settings:
-            parts = [part for path in self._module.halves[role] for part in _above_and_below(self._module, path)]
-            code = [*_code_of(type(self._module), [type(part) for each in half for part in each.modules()])]
-            self._settings[role] = fingerprint([[*map(_settings, parts)], _of_module(self._module), code])
-        return fingerprint([self._weights[role][1], self._settings[role], str(computes)])
+        parts = [part for path in self._module.halves[role] for part in _above_and_below(self._module, path)]
+        code = [*_code_of(type(self._module), [type(part) for each in half for part in each.modules()])]
+        settings = [[*map(_settings, parts)], _of_module(self._module), code]
+        return fingerprint([_digest_of_weights(half), settings, str(computes)])
 
 
 def _half(module: HalvedModule, role: str) -> list[nn.Module]:
@@ -123,35 +117,80 @@ def _above_and_below(module: HalvedModule, path: str) -> Iterator[nn.Module]:
 
 
 def _settings(part: Any) -> list[object]:
-    """Settings of a module beside its weights: plain values, and a config of ``transformers``."""
+    """Settings of a module beside its weights: what it holds but counts, and a config of ``transformers``."""
+    left_out = {*vars(nn.Module()), "gradient_checkpointing", "config", *_counted(type(part))}
     told: dict[str, object] = {
-        name: value
+        name: _content(value)
         for name, value in sorted(vars(part).items())
-        if isinstance(value, _PLAIN) and name not in ("training", "gradient_checkpointing")
+        if name not in left_out and not isinstance(value, nn.Module)
     }
     if callable(to_dict := getattr(getattr(part, "config", None), "to_dict", None)):
         told["config"] = json.dumps(to_dict(), sort_keys=True, default=str)
     return [type(part).__qualname__, part.extra_repr(), told]
 
 
-def _of_module(module: Any) -> dict[str, str]:
-    """Plain values and hyperparameters of the user's module that the code of its ``encode`` names and does not set."""
-    names, written = set[str](), set[str]()
-    reached, left = set[str](), ["encode", "prepare_media"]
+@cache
+def _counted(kind: type) -> frozenset[str]:
+    """Names that a layer's forward sets: what it counts, or keeps for its own use."""
+    return frozenset(name for name, sets in _named_from(kind, ["forward"]) if sets)
+
+
+def _named_from(kind: type, methods: list[str]) -> set[tuple[str, bool]]:
+    """Names in methods of a class, and in those of its methods that they name; and whether these set them."""
+    found, reached, left = set[tuple[str, bool]](), set[str](), list(methods)
     while left:
         if (method := left.pop()) in reached:
             continue
         reached.add(method)
-        if (code := _code_object(getattr(type(module), method, None))) is not None:
+        if (code := _code_object(getattr(kind, method, None))) is not None:
             named = {*_names_in(code)}
-            names |= {name for name, _ in named}
-            written |= {name for name, sets in named if sets}
-            left += [name for name, _ in named if callable(getattr(type(module), name, None))]
+            found |= named
+            left += [name for name, _ in named if callable(getattr(kind, name, None))]
+    return found
+
+
+def _content(value: Any) -> object:
+    """A value in JSON types, which changes where the value does."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return _digest(value)
+    if isinstance(value, Mapping):
+        return sorted([repr(_content(key)), _content(each)] for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return [_content(each) for each in value]
+    if (code := _code_object(value)) is not None:
+        within = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        return [*_code_content(code), _content(within)]
+    try:
+        return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
+    except Exception:  # whatever objects do that are not made to be pickled
+        return type(value).__qualname__
+
+
+def _code_content(code: CodeType) -> list[object]:
+    constants = [
+        _code_content(each)
+        if isinstance(each, CodeType)
+        else sorted(map(repr, each))
+        if isinstance(each, frozenset)
+        else repr(each)
+        for each in code.co_consts
+    ]
+    return [code.co_code.hex(), repr(code.co_names), constants]
+
+
+def _of_module(module: Any) -> dict[str, str]:
+    """Values and hyperparameters of the user's module that the code of its ``encode`` names and does not set."""
+    named = _named_from(type(module), ["encode", "prepare_media"])
+    names, written = {name for name, _ in named}, {name for name, sets in named if sets}
     found: dict[str, str] = {}
     for name in sorted(names - written - set(dir(nn.Module))):
         value = getattr(module, name, None)
-        if isinstance(value, _PLAIN) or name == "hparams":
+        if name == "hparams":
             found[name] = repr(value)
+        elif not isinstance(value, nn.Module) and name in vars(module):
+            found[name] = repr(_content(value))
     return found
 
 
@@ -178,6 +217,26 @@ def _code_of(module: type, parts: list[type]) -> Iterator[tuple[str, str]]:
     written = {each for kind in (module, *parts) for each in kind.__mro__ if not _is_of_a_library(each)}
     for kind in sorted(written, key=lambda each: (each.__module__, each.__qualname__)):
         yield kind.__qualname__, _source(kind)
+        yield from _named_functions(kind)
+
+
+@cache
+def _named_functions(kind: type) -> tuple[tuple[str, str], ...]:
+    """The functions outside of libraries that methods name, and those that these name; each with its code."""
+    found: dict[str, str] = {}
+    left = [method for _, method in sorted(vars(kind).items()) if _code_object(method) is not None]
+    while left:
+        function = inspect.unwrap(left.pop())
+        names, known = {name for name, _ in _names_in(function.__code__)}, getattr(function, "__globals__", {})
+        named = [known.get(name) for name in sorted(names)]
+        inside = [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in sorted(names)]
+        for each in (*named, *inside):
+            if isinstance(each, FunctionType) and each.__module__.partition(".")[0] not in _NOT_FOLLOWED:
+                name = f"{each.__module__}.{each.__qualname__}"
+                if name not in found:
+                    found[name] = fingerprint(_content(each))
+                    left.append(each)
+    return tuple(sorted(found.items()))
 
 
 def _is_of_a_library(kind: type) -> bool:

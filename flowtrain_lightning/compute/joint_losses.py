@@ -100,7 +100,7 @@ class JointLosses:
 
     def scale(self, report: StepReport) -> float:
         """The factor of all gradients at the step's end."""
-        return 1.0 if self.several else 1 / max(report.tokens, 1)
+        return 1.0 if self.several or not report.tokens else 1 / report.tokens
 
     def joined(self, of_trunk: StepReport, behind: Mapping[str, StepReport]) -> StepReport:
         """The report of a step from those of its roles.
@@ -112,7 +112,7 @@ class JointLosses:
             return of_trunk
         means = {self._trunk: (of_trunk.loss, of_trunk.tokens), **of_trunk.losses}
         means |= {role: (report.loss, report.tokens) for role, report in behind.items()}
-        values, options = dict(of_trunk.values), dict(of_trunk.options)
+        values, options, weights = dict(of_trunk.values), dict(of_trunk.options), dict(of_trunk.weights)
         for role, report in behind.items():
             if twice := sorted(values.keys() & report.values.keys()):
                 raise ValueError(
@@ -121,6 +121,7 @@ class JointLosses:
                 )
             values |= report.values
             options |= report.options
+            weights |= report.weights
         return StepReport(
             sum(self._weights[name] * loss for name, (loss, _) in means.items()),
             of_trunk.tokens,
@@ -128,6 +129,7 @@ class JointLosses:
             values,
             options,
             losses={name: each for name, each in means.items() if each[1]},
+            weights=weights,
         )
 
     def refuse_other_counts(self, plan: StepPlan, report: StepReport, patch_dims: Mapping[str, int]) -> None:

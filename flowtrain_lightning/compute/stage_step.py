@@ -77,6 +77,10 @@ class StageStep:
             )
         return found.reshape(own, found.shape[-1])
 
+    def first_block(self, chunk: int) -> int:
+        """The number of the first of these blocks, among all of the half."""
+        return self._forward.cut.chunks[chunk].start
+
     def ends_in(self, chunk: int) -> bool:
         """Whether these blocks of the stage are the last ones, behind which the method comes to its result."""
         return self._forward.cut.ends_in(chunk)

@@ -83,17 +83,26 @@ class StepLogging(L.LightningModule):
     def log_report(self, stage: str, report: StepReport) -> Tensor:
         """Logs what all ranks agreed on, alike on every rank, and returns the mean loss, on the host.
 
-        There it has been read to already: whoever took these numbers to a device would wait for it, once for each.
+        There it has been read to already: whoever took these numbers to a device would wait for it, once for each. Over
+        an epoch a step's loss weighs as many tokens as it has, and none where it has none; another value as many as
+        those of the microbatches that logged it.
         """
         # At least float32: under precision="bf16-true" the default dtype keeps three digits.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         loss = torch.tensor(report.loss, dtype=dtype, device="cpu")
-        weight = max(int(report.tokens), 1)
-        values = {f"{stage}_loss": report.loss, **report.values}
+        whole = f"{stage}_loss"
+        values = {whole: report.loss, **report.values}
         for role, (mean, count) in report.losses.items():
-            super().log(f"{stage}_{role}_loss", loss.new_tensor(mean), batch_size=max(int(count), 1), sync_dist=False)
+            super().log(f"{stage}_{role}_loss", loss.new_tensor(mean), batch_size=_weight(count), sync_dist=False)
         for name, value in values.items():
             options = {"prog_bar": True} if name not in report.options else dict(report.options[name])
+            weight = _weight(report.tokens if name == whole else report.weights[name])
             options |= {"batch_size": weight, "sync_dist": False, "rank_zero_only": False}
-            super().log(name, loss.new_tensor(value), **options)
+            if weight:
+                super().log(name, loss.new_tensor(value), **options)
         return loss
+
+
+def _weight(tokens: float) -> Any:
+    """Tokens as Lightning weighs a step: a whole number, or what a loss with weights of its own has counted."""
+    return int(tokens) if tokens == int(tokens) else tokens

@@ -35,6 +35,7 @@ class StepReport:
         options: logged name -> the keyword arguments of ``log``.
         notes: what ranks had to tell of the step, in JSON types; see `runtime.step_end`.
         losses: of several losses, role -> the mean of its own and over how many it was taken.
+        weights: logged name -> target tokens of the microbatches that have logged it.
     """
 
     loss: float
@@ -44,6 +45,7 @@ class StepReport:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: tuple[dict[str, Any], ...] = ()
     losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 class MetricAccumulator:
@@ -129,7 +131,7 @@ class MetricAccumulator:
             report.losses[name] = summed / count if count else 0.0, count
         for name, total, weight in zip(self._agreed, sums[::2], sums[1::2], strict=True):
             if weight:
-                report.values[name] = total / weight
+                report.values[name], report.weights[name] = total / weight, weight
                 report.options[name] = self._options[name]
         self.clear()
         return report

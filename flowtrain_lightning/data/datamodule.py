@@ -368,8 +368,7 @@ class FlowDataModule(StageData):
             cuts_media=getattr(self.read_by, "encodes_parts_apart", False),
             node=None if records is None else NodeRecords(records, shards_of_node(self.trainer)),
         )
-        module = getattr(self.trainer, "lightning_module", None)
-        strategy = None if self.trainer is None else self.trainer.strategy
+        module, strategy = (getattr(self.trainer, name, None) for name in ("lightning_module", "strategy"))
         loader = StepLoader(
             steps,
             files=[each.fingerprint for each in (source.sources if isinstance(source, JoinedSources) else [source])],
@@ -378,6 +377,7 @@ class FlowDataModule(StageData):
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(module, "prepare_media", None),
+            is_limited=stage == "train" and isinstance(getattr(self.trainer, "limit_train_batches", None), int),
             keeping=keeping_of(self.keep_features, module, shard, (self.images, self.videos, self.audio)),
         )
         self._loaders.add(loader)

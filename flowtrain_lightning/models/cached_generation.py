@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def generate_with_cache(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
     )
     bounds, generated = batch.cu_seqlens.tolist(), []
-    with own_attention(text):
+    with own_attention(text), _generating_by(model, settings):
         for number, sample in enumerate(batch.samples):
             span = slice(bounds[number], bounds[number + 1])
             embeddings = arguments["inputs_embeds"][:, span]
@@ -64,3 +65,13 @@ def generate_with_cache(
             )[0].tolist()
             generated.append((sample, new[: next((at for at, token in enumerate(new) if token in ends), len(new))]))
     return generated
+
+
+@contextmanager
+def _generating_by(model: Any, settings: Any) -> Iterator[None]:
+    """Inside, a model's own settings, such as penalties and beams, do not fill in what these leave open."""
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own

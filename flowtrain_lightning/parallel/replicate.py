@@ -115,7 +115,17 @@ class ReplicatedHalf:
         return squared_norm(gradients)
 
     def _noting(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        done = False
+
         def note(_: Tensor) -> None:
+            nonlocal done
+            if done:
+                raise RuntimeError(
+                    "A weight gets its gradient in several parts of one backward, as under "
+                    "torch.utils.checkpoint(..., use_reentrant=True), while ranks already sum the first one. Use "
+                    "use_reentrant=False."
+                )
+            done = True
             bucket.missing -= 1
             while self._left < len(self._buckets) and self._buckets[self._left].missing == 0:
                 self._buckets[self._left].send(self._group)

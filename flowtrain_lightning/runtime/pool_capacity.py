@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
+from flowtrain_lightning.compute.kept_metrics import kept_metrics
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.stage_entries import hidden_modalities, slice_name, stage_name
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
@@ -205,7 +206,7 @@ class PoolCapacity:
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
-            with own_streams(), torch.no_grad():
+            with own_streams(), torch.no_grad(), kept_metrics(self._module):
                 if role == step.plan.graph.trunk:
                     return FeatureSpec.of(self._first_microbatch(step, role))
                 number, media = next(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.compute.step_metrics import StepReport
+from flowtrain_lightning.compute.whole_module import refuse_accumulation
 from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine
@@ -133,6 +134,7 @@ class RoleRunner:
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
+        refuse_accumulation(self.trainer)  # a hook may have asked for it since
         training = self._training_roles()
         step, context = self._begin(batch, "train", training)
         for parameter in self._parameters:

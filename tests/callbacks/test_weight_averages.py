@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 
 from flowtrain_lightning import export_checkpoint
 from flowtrain_lightning.callbacks import AverageWeights
@@ -182,5 +184,33 @@ def test_equal_weights_for_all_steps_give_the_mean():
     assert module.weight.item() == 3.0
 
 
+def test_what_is_frozen_later_is_validated_by_its_average_too():
+    trainer, module = _Trainer(), torch.nn.Linear(1, 1, bias=False)
+    average = AverageWeights(decay=0.5)
+    torch.nn.init.constant_(module.weight, 4.0)
+    for step in (1, 2):
+        trainer.global_step = step
+        average.on_train_batch_end(trainer, module, None, None, step)
+        torch.nn.init.constant_(module.weight, 2.0)
+    module.requires_grad_(False)
+    average.on_validation_epoch_start(trainer, module)
+    assert module.weight.item() == 3.0
+    average.on_validation_end(trainer, module)
+    assert module.weight.item() == 2.0
+
+
+def test_one_that_was_in_a_run_before_begins_anew_with_the_next():
+    trainer, module, average = _Trainer(), torch.nn.Linear(1, 1, bias=False), AverageWeights(decay=None)
+    for _ in range(2):
+        average.setup(trainer, module, "fit")
+        trainer.global_step = 1
+        torch.nn.init.constant_(module.weight, 2.0)
+        average.on_train_batch_end(trainer, module, None, None, 0)
+        torch.nn.init.constant_(module.weight, 5.0)
+        average.on_train_end(trainer, module)
+        assert module.weight.item() == 2.0
+
+
 class _Trainer:
     global_step = 0
+    state = SimpleNamespace(fn=TrainerFn.FITTING)

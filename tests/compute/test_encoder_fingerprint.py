@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +57,12 @@ def test_it_is_the_same_for_the_same_encoder_whatever_was_counted_or_else_is_set
         lambda module: setattr(module.encoder.block.norm, "eps", 1e-6),
         lambda module: setattr(module.encoder, "select_layer", -2),
         lambda module: setattr(module, "layer", 1),
+        lambda module: setattr(module, "layer", (0, 1)),
+        lambda module: setattr(module, "layer", torch.zeros(())),
+        lambda module: setattr(module.encoder, "select_layers", [-2]),
+        lambda module: setattr(module.encoder, "scale", torch.ones(1)),
+        lambda module: setattr(module.encoder, "act", nn.functional.relu),
+        lambda module: setattr(module.encoder, "act", lambda values: 2 * values),
         lambda module: module.encoder.double(),
         lambda module: setattr(module.encoder, "block", nn.Identity()),
     ],
@@ -70,7 +78,41 @@ def test_it_changes_with_where_and_how_it_computes() -> None:
     assert fingerprint(built(), "cuda") != fingerprint(built(), "cpu")
 
 
-def test_weights_are_read_again_only_where_they_were_changed() -> None:
+def test_it_follows_what_is_changed_while_a_module_lives() -> None:
+    module = built().eval()
+    module.encoder.register_buffer("mask", torch.ones(1))
+    fingerprints = EncoderFingerprints(module)
+    found = [fingerprints.of("encoder", "")]
+    for change in (
+        lambda: module.encoder.mask.fill_(2.0),
+        lambda: module.encoder.embed.weight.data.mul_(0.5),
+        lambda: setattr(module.encoder.block.norm, "eps", 0.5),
+    ):
+        change()
+        found.append(fingerprints.of("encoder", ""))
+    assert len(set(found)) == len(found)
+
+
+def test_it_changes_with_a_function_that_encode_names_from_another_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "seeing.py").write_text(
+        "from helping import scaled\nfrom tests.tiny import TinyVLM\n\n\nclass Seeing(TinyVLM):\n"
+        "    def encode(self, media):\n        return tuple(map(scaled, self.encoder(media)))\n"
+    )
+    found = []
+    for times in (1, 7):
+        (tmp_path / "helping.py").write_text(f"def scaled(values):\n    return {times} * values\n")
+        for name in ("helping", "seeing"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        torch.manual_seed(0)
+        module = importlib.import_module("seeing").Seeing(freeze_encoder=True)
+        module.configure_encoder()
+        found.append(fingerprint(module.eval()))
+    assert found[0] != found[1]
+
+
+def test_a_state_says_whether_weights_were_changed() -> None:
     module = built()
     fingerprints = EncoderFingerprints(module)
     before, state = fingerprints.of("encoder", ""), weights_state(module, "encoder")

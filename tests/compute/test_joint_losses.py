@@ -59,6 +59,8 @@ def test_one_loss_is_divided_at_the_end():
     joint = losses(ROLES[:2])
     assert joint.gradient(ONE, PLAN, "backbone").item() == 1.0
     assert joint.scale(StepReport(0.0, 8, False)) == 1 / 8
+    assert joint.scale(StepReport(0.0, 0.25, False)) == 4.0  # weights of targets may add up to less than one
+    assert joint.scale(StepReport(0.0, 0, False)) == 1.0
 
 
 @pytest.mark.parametrize("roles", [ROLES, ROLES[:2]])

@@ -188,7 +188,9 @@ def test_what_ranks_have_agreed_on_is_logged_on_the_host(monkeypatch):
     monkeypatch.setattr(L.LightningModule, "log", lambda _, name, value, **options: logged.update({name: value}))
     monkeypatch.setattr(QuickstartVLM, "device", META)
     with NeverWaiting():
-        loss = quickstart()[0].log_report("train", StepReport(2.0, 4.0, False, {"accuracy": 0.5}))
+        loss = quickstart()[0].log_report(
+            "train", StepReport(2.0, 4.0, False, {"accuracy": 0.5}, weights={"accuracy": 3})
+        )
     assert (loss, logged["train_loss"], logged["accuracy"]) == (2.0, 2.0, 0.5)
 
 

@@ -55,6 +55,7 @@ class StepLoader:
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
         prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
         keeping: says, when an epoch begins, where features are kept; None: nowhere.
+        is_limited: whoever reads a stream knows how many batches he takes of it.
 
     Attributes:
         pace: how long the rank waits for its steps.
@@ -74,6 +75,7 @@ class StepLoader:
         prepare: Prepare | None = None,
         prepare_media: PrepareMedia | None = None,
         keeping: FeatureKeeping | None = None,
+        is_limited: bool = False,
     ) -> None:
         self.steps = steps
         self.sampler = StepSampler(steps.sampling.steps, steps.packing)
@@ -89,6 +91,7 @@ class StepLoader:
         self._prepare = prepare
         self._prepare_media = partial(with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
         self._keeping = keeping
+        self._is_limited = is_limited
         self._loader: DataLoader[SharedMemoryBatch | None] | None = None
         self._produced: ProducedSteps | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
@@ -269,12 +272,13 @@ class StepLoader:
         if self._keeping is not None:
             self._keeping.count(delivery.batch.media)
         position = _Position(delivery.batch.epoch, delivery.batch.step + 1, delivery.stream)
-        if self.sampler.steps is not None:
+        if self.sampler.steps is not None or self._is_limited:
             self._done = position
             if self._keeping is not None and position.step == self.sampler.steps:
                 self._keeping.end_epoch()
             return
-        # Whoever does not know how many batches come asks for the next one before he trains on the one that he has.
+        # Whoever does not know how many batches come, or how many he takes, asks for the next one before he trains on
+        # the one that he has.
         self._done = self._delivered_last or self._done
         self._delivered_last = position
 

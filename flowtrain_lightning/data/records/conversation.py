@@ -118,9 +118,8 @@ def shifted_labels(tokens: IntArray, learned: NDArray[np.bool_]) -> IntArray:
 
 
 def turns_to_write(turns: tuple[Turn, ...], prompt: bool) -> tuple[Turn, ...]:
-    """All turns or, of a prompt, those before the last answer."""
-    answers = [number for number, turn in enumerate(turns) if turn.role == ASSISTANT]
-    return turns[: answers[-1]] if prompt and answers else turns
+    """All turns or, of a prompt, those before the answer that ends them, if one does."""
+    return turns[:-1] if prompt and turns and turns[-1].role == ASSISTANT else turns
 
 
 class _Piece(NamedTuple):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.media.media_endings import MEDIA_ENDINGS
 from flowtrain_lightning.data.records.understood import NotUnderstoodError
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -48,12 +50,7 @@ _NOT_SUPPORTED = (*_UNPAIRED, *_WEIGHTS, *_MASKS, *_SIZES, *_FRAMES, *_WRITING, 
 _OF_TOKENS = ("special_tokens_mask", "token_type_ids")
 """Lists as long as ``input_ids`` which tokenizers give and which say nothing where nothing is padded."""
 
-_ENDINGS = (
-    *("avif", "bmp", "gif", "heic", "heif", "jfif", "jp2", "jpe", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm"),
-    *("tga", "tif", "tiff", "webp", "asf", "avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm"),
-    *("wmv", "aac", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav"),
-)
-_PATH = re.compile(rf"[^\n]{{1,4096}}\.({'|'.join(_ENDINGS)})", re.IGNORECASE)
+_PATH = re.compile(rf"[^\n]{{1,4096}}\.({'|'.join(chain(*MEDIA_ENDINGS.values()))})", re.IGNORECASE)
 _ADDRESS = re.compile(r"https?://")
 _BASE64 = re.compile(r"data:(image|video|audio)/|(/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{32}")
 _FIRST_BYTES = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -66,7 +67,16 @@ def _from_file(path: Path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"tokenizer: there is no file {file}; give the path of a tokenizer.json or its folder.")
-    return _Fast(file.read_text(encoding="utf-8"))
+    return _Fast(file.read_text(encoding="utf-8"), _end_token(file.with_name("tokenizer_config.json")))
+
+
+def _end_token(config: Path) -> str | None:
+    """The token that ends an answer, as the file beside a tokenizer says; None where it says nothing."""
+    if not config.is_file():
+        return None
+    said = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    found: str | None = said.get("content") if isinstance(said, Mapping) else said
+    return found
 
 
 class AddedToken(NamedTuple):
@@ -104,9 +114,9 @@ class AdaptedTokenizer:
 
 
 class _Fast(AdaptedTokenizer):
-    """A tokenizer of the ``tokenizers`` package, from its JSON text."""
+    """A tokenizer of the ``tokenizers`` package, from its JSON text, and the token that ends an answer."""
 
-    def __init__(self, definition: str) -> None:
+    def __init__(self, definition: str, end: str | None = None) -> None:
         try:
             import tokenizers
         except ImportError as error:
@@ -118,7 +128,9 @@ class _Fast(AdaptedTokenizer):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         super().__init__(tokenizer, tokenizer, tokenizer.get_added_tokens_decoder(), unknown_id(tokenizer))
-        self.fingerprint = fingerprint(tokenizer.to_str())
+        self.end = end
+        definition = tokenizer.to_str()
+        self.fingerprint = fingerprint(definition if end is None else [definition, end])
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

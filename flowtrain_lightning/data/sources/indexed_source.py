@@ -33,10 +33,13 @@ class IndexedSource:
         store: the records.
         fingerprint: changes whenever a sample's number would mean another sample.
         summary: a sentence that says how many records are used, and why the others are not.
+        content_by_digest: numbers of media content follow from the content, and mean the same in other sources.
 
     Raises:
         DataError: the store, a record or an image cannot be used, or no sample is left.
     """
+
+    content_by_digest = True
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.data.data_error import DataError
+from flowtrain_lightning.data.media.media_endings import MEDIA_ENDINGS
 from flowtrain_lightning.data.media.media_files import EncodedMedia
 from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.records.record_turns import MARKERS
@@ -18,11 +19,6 @@ from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.data.sources.tar_members import BLOCK, members_of, members_within
 from flowtrain_lightning.packing import IntArray
 
-_ENDINGS = {
-    "image": ("avif", "bmp", "gif", "jp2", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"),
-    "video": ("asf", "avi", "flv", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ogv", "webm", "wmv"),
-    "audio": ("flac", "mp3", "oga", "ogg", "opus", "wav"),
-}
 _WORDS = ("json", "txt")
 
 
@@ -80,7 +76,7 @@ class TarShard(DataFile):
     def _record(self, number: int, members: dict[str, bytes]) -> Record:
         where = f"{self.path}, record {number + 1}"
         endings = {_ending(name): name for name in members}
-        names = {kind: [name for name in members if _kind(name) in known] for kind, known in _ENDINGS.items()}
+        names = {kind: [name for name in members if _kind(name) in known] for kind, known in MEDIA_ENDINGS.items()}
         key = _key_of(next(iter(members)))
         if "json" in endings:
             fields = decoded_json(members[endings["json"]], where)

@@ -65,6 +65,13 @@ def test_the_image_token_written_in_a_text_stands_for_no_feature():
     assert (found.tokens == 6).sum() == 1
 
 
+def test_a_prompt_that_a_user_ends_keeps_all_turns():
+    asked = ("user", "a"), ("assistant", "b"), ("user", "c")
+    whole, prompt = sequence_of(*asked), sequence_of(*asked, prompt=True)
+    assert prompt.tokens.tolist()[:-1] == whole.tokens.tolist()
+    assert prompt.tokens.tolist() == sequence_of(*asked, ("assistant", "d"), prompt=True).tokens.tolist()
+
+
 def test_a_prompt_ends_with_the_header_of_the_last_assistant_turn():
     turns = (("user", "a<image>"), ("assistant", "b"), ("user", "c"), ("assistant", "d<image>"))
     found = sequence_of(*turns, rows=(1, 1), prompt=True)

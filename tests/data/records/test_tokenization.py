@@ -20,6 +20,18 @@ def trained():
     return tokenizer
 
 
+def test_a_file_says_beside_a_tokenizer_how_an_answer_ends(trained, tmp_path):
+    trained.save(str(tmp_path / "tokenizer.json"))
+    plain = open_tokenizer(tmp_path)
+    assert plain.end is None
+    for said in ('"<end>"', '{"content": "<end>", "lstrip": false}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {said}}}')
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            told = open_tokenizer(path)
+            assert told.end == "<end>"
+            assert told.fingerprint != plain.fingerprint
+
+
 class LikeHuggingFace:
     """The methods of a Hugging Face tokenizer that are used."""
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flowtrain_lightning.data import DataError, LoadedMedia, MediaError, SampleSource
+from flowtrain_lightning.data import DataError, GivenTokens, LoadedMedia, MediaError, SampleSizes, SampleSource
+from flowtrain_lightning.data.records.formats import Record
+from tests.data.support import data_module
 from tests.exactness.hearing import MEDIA_IDS, Given, Memory, memory_data
 from tests.tiny import IMAGES, tiny_data, write_records
 
@@ -72,3 +74,41 @@ class Unreadable(Given):
 def test_media_that_are_not_what_the_sizes_say_are_refused(change, words):
     with pytest.raises(DataError, match=words):
         steps_of(memory_data(Changed(change)))
+
+
+class Numbering:
+    """Two samples, each with a picture of one value; its pictures are numbered from 0."""
+
+    def __init__(self, name, value):
+        self.fingerprint, self.value = name, value
+
+    def __len__(self):
+        return 2
+
+    def sizes(self, samples):
+        one, ends = np.ones(2, np.int64), np.arange(3)
+        return SampleSizes(3 * one, 2 * one, ends, one, 4 * one, media_content=np.arange(2)).select(samples)
+
+    def record(self, sample):
+        ids = np.array([6, 65, 66])
+        written = GivenTokens(ids, ids != 6)
+        return Record(
+            f"{self.fingerprint} {sample}", str(sample), (), (OfValue(self.value + sample),), {}, written=written
+        )
+
+
+class OfValue:
+    def __init__(self, value):
+        self.value = value
+
+    def load(self):
+        return LoadedMedia(np.full((4, 12), self.value, np.float32), (2, 2), 1)
+
+
+def test_two_sources_that_number_their_pictures_alike_share_none():
+    sources = [Numbering("cats", 10.0), Numbering("dogs", 20.0), Numbering("cats", 10.0)]
+    (batch,) = steps_of(data_module(sources, token_steps=None, global_batch_size=6, shuffle=False))
+    seen = [
+        float(item.patches[row, 0]) for item in batch.media["encoder"] if item for row in range(0, len(item.patches), 4)
+    ]
+    assert sorted(seen) == [10.0, 11.0, 20.0, 21.0]

@@ -194,3 +194,10 @@ def test_a_shard_that_cannot_be_compared_is_refused_where_a_record_has_changed(t
     path.write_bytes(changed.getvalue())
     with pytest.raises(DataError, match=r"000001|changed"):
         store.records(1, locations[1:])
+
+
+@pytest.mark.parametrize("ending", ["jfif", "jpe", "mpo", "heic", "pbm", "JPG"])
+def test_a_picture_of_any_ending_is_part_of_its_record(tmp_path, ending):
+    path = write_tar(tmp_path / "a.tar", {"0.txt": b"a cat", f"0.{ending}": b"pixels"})
+    ((_, _, pictures),) = read(path)
+    assert pictures == [b"pixels"]
