@@ -316,11 +316,13 @@ def _with_experts_divided(problem: RoleProblem, family: Family, degrees: Sequenc
     """The family with every number of ranks among which its mixture's experts may be divided."""
     mixtures = [part.experts.count for part in problem.half.layers if part.experts is not None]
     for degree in degrees:
+        if degree == 1:
+            yield family
+            continue
         possible = family.data % degree == 0
-        fits = (
-            all(count % (degree * family.tensor) == 0 for count in mixtures) and (family.group or degree) % degree == 0
-        )
-        if degree == 1 or (mixtures and fits and possible.any()):
+        whole = all(count % (degree * family.tensor) == 0 for count in mixtures)
+        fits = whole and (family.group or degree) % degree == 0
+        if mixtures and fits and possible.any():
             yield replace(family, data=family.data[possible], expert=degree)
 
 

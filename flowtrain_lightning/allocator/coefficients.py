@@ -72,7 +72,7 @@ PLANNED = replace(COEFFICIENTS, attention_reached=COEFFICIENTS.dense_reached)
 """Those of plans: the fitted ones, but for attention. That of 96 rows is FlashAttention written in Triton
 (``--attn_impl`` in ``submit_benchmarks.py`` there), than which FlashAttention-2 is 1.3 to 2.5 times faster (arXiv
 2307.08691, section 4.1); that the fit finds 1 / 0.55 agrees. The 18 rows of 128 devices and more ran FlashAttention-2
-(``sweep.py``) on 2,048 tokens, and do not: by this assumption they are planned 6 % too short, by the fitted one 1 %.
+(``sweep.py``) on 2,048 tokens, and do not: left out of the fit, they are 8 % too short with this and 2 % without.
 Papers with longer sequences do (``benchmarks/unseen_papers.py``). Training here takes FlashAttention-2 or a newer
 kernel, which is assumed to fall short of its authors' measurements as matrix products do of theirs."""
 

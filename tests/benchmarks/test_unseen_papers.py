@@ -21,7 +21,7 @@ def test_times_of_unseen_papers_are_within_15_percent_and_their_bias_within_10(f
         assert abs(np.median(errors)) < 0.10
 
 
-def test_with_the_attention_of_a_papers_own_code_its_times_are_nearer_and_off_to_neither_side(found):
+def test_with_the_attention_of_its_own_code_a_papers_times_are_nearer_and_unbiased(found):
     as_planned, own = (np.array([one.error for one in times]) for times in (found["HetPar"], own_attention()))
     assert np.median(np.abs(own)) < np.median(np.abs(as_planned))
     assert abs(np.median(own)) < 0.02

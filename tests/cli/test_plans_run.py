@@ -206,9 +206,10 @@ def test_plans_of_models_that_draw_train_on_fewer_ranks(tmp_path, monkeypatch):
 def tabled(folder, model, **asked):
     """Writes each plan that a printed table has, whichever is recommended; file -> its allocation."""
     costs = ModelledCosts(problems(model, devices=RANKS, **asked))
+    folder.mkdir()
     found = {}
-    for plan, _ in kinds_alike(choose_plans(costs).recommended.predictions):
-        path = folder / f"{model}-{len(list(folder.glob('*.yaml')))}.yaml"
+    for number, (plan, _) in enumerate(kinds_alike(choose_plans(costs).recommended.predictions)):
+        path = folder / f"{number}-plan.yaml"
         found[path] = plan.allocation(RANKS)
         write_plan(found[path], path, f"{plan.name}, of a table")
     return found
@@ -217,34 +218,42 @@ def tabled(folder, model, **asked):
 FEW = {"precision": "bf16-true", "global_batch_size": RANKS}
 """A sample a device: which tensor ranks share, of one half or of both."""
 
+TABLES = {
+    "qwen2.5-vl-3b": {"device": "a100", **FEW},
+    "smolvlm2-2.2b": {"precision": "bf16-true", "global_batch_size": 2 * RANKS},
+    "qwen2.5-vl-7b": {"frozen": ("backbone",), "global_batch_size": 8 * RANKS},
+}
+"""Model -> of what, with halves in unlike layouts among the plans."""
+
 
 @pytest.mark.full
-def test_every_plan_of_a_table_trains_also_where_halves_are_laid_out_unlike(tmp_path):
-    allocations = tabled(tmp_path, "qwen2.5-vl-3b", device="a100", **FEW)
-    allocations |= tabled(tmp_path, "smolvlm2-2.2b", precision="bf16-true", global_batch_size=2 * RANKS)
-    allocations |= tabled(tmp_path, "qwen2.5-vl-7b", frozen=("backbone",), global_batch_size=8 * RANKS)
-    assert {one.placement for one in allocations.values()} == {"separate", "colocated", "mixed"}
-    unlike = [one for one in allocations.values() if _kinds(one.layouts["encoder"]) != _kinds(one.layouts["backbone"])]
-    assert len(unlike) >= 4
-    train(list(allocations), tmp_path, divides=True)
+@pytest.mark.parametrize("model", TABLES)
+def test_every_plan_of_a_table_trains_also_where_halves_are_laid_out_unlike(tmp_path, model):
+    allocations = tabled(tmp_path / model, model, **TABLES[model])
+    assert {"separate", "colocated"} <= {one.placement for one in allocations.values()}
+    assert any(_kinds(one.layouts["encoder"]) != _kinds(one.layouts["backbone"]) for one in allocations.values())
+    train(list(allocations), tmp_path / model, divides=True)
 
 
 @pytest.mark.full
 def test_every_plan_of_a_table_with_two_encoders_trains(tmp_path):
-    allocations = tabled(tmp_path, "qwen2.5-omni-3b", device="h200", precision="bf16-true", global_batch_size=8 * RANKS)
-    allocations |= tabled(tmp_path, "qwen2.5-omni-3b", device="h200", frozen=("tower",), **FEW)
+    allocations = tabled(
+        tmp_path / "many", "qwen2.5-omni-3b", device="h200", precision="bf16-true", global_batch_size=8 * RANKS
+    )
+    few = tabled(tmp_path / "few", "qwen2.5-omni-3b", device="h200", frozen=("tower",), **FEW)
     assert {one.placement for one in allocations.values()} == {"separate", "colocated", "mixed"}
-    assert any(one.layouts["backbone"].tensor > 1 for one in allocations.values() if one.placement == "separate")
-    train(list(allocations), tmp_path, divides=True, hears=True)
+    assert any(one.layouts["backbone"].tensor > 1 for one in few.values() if one.placement == "separate")
+    for folder, plans in (("many", allocations), ("few", few)):
+        train(list(plans), tmp_path / folder, divides=True, hears=True)
 
 
 @pytest.mark.full
 def test_plans_of_mixtures_of_experts_train(tmp_path):
     asked = {"device": "b300", "precision": "bf16-true", "global_batch_size": 8 * RANKS}
-    allocations = tabled(tmp_path, "qwen3-vl-30b-a3b", **asked)
+    allocations = tabled(tmp_path / "plans", "qwen3-vl-30b-a3b", **asked)
     backbones = {one.layouts["backbone"] for one in allocations.values()}
     assert Layout(RANKS, shard="fsdp", expert=RANKS) in backbones
-    train(list(allocations), tmp_path, mixes=True)
+    train(list(allocations), tmp_path / "plans", mixes=True)
 
 
 def _kinds(layout):
