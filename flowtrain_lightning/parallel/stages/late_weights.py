@@ -48,9 +48,10 @@ class LateWeights:
     def attach(self, module: nn.Module) -> None:
         """Takes over the linear layers that are in a module, and no others that compute in their own way."""
         for part in module.modules():
-            is_plain = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
-            if is_plain and "forward" not in vars(part) and is_made_later(part.in_features, part.out_features):
-                part.forward = partial(self._linear, part)
+            if not isinstance(part, nn.Linear) or not is_made_later(part.in_features, part.out_features):
+                continue
+            if type(part).forward is nn.Linear.forward and "forward" not in vars(part):
+                part.forward = partial(self._linear, part)  # type: ignore[method-assign]
 
     @contextmanager
     def for_later(self) -> Iterator[None]:
