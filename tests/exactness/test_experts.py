@@ -14,6 +14,7 @@ WHOLE = {"expert": 2}
 ACROSS = {"expert": 2, "shard": "fsdp"}
 GROUPS = {"expert": 2, "shard": "fsdp", "replicas": 2}
 TENSOR = {"tensor": 2}
+TENSOR_ACROSS = {**TENSOR, "shard": "fsdp"}
 BOTH = {**WHOLE, **TENSOR}
 BOTH_ACROSS = {**ACROSS, **TENSOR}
 CUT = {"encoder_budget": 40}
@@ -27,13 +28,14 @@ def divided(layout: str, encoder: dict, backbone: dict, precision: str = "64-tru
 
 
 QUICK = [
-    divided("1+2", {}, ACROSS, clip=0.2, kind="balanced"),
     divided("colocated 2", ACROSS, WHOLE, kind="crowded", kernel="fused"),
+    divided("colocated 2", TENSOR, {**TENSOR_ACROSS, "recompute": "full"}, kind="divided tokens mixture", clip=0.2),
+]
+LONG = [
     divided(
         "colocated 4", BOTH, {**BOTH_ACROSS, "recompute": "full"}, kind="divided tokens mixture", clip=0.2, data=CUT
     ),
-]
-LONG = [
+    divided("1+2", {}, ACROSS, clip=0.2, kind="balanced"),
     divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, "32-true", 0, clip=0.2, data=CUT, kernel="foreach"),
     divided("1+2", {}, ACROSS, clip=0.2),
     divided("2+4", WHOLE, {**WHOLE, "recompute": "full"}, kept=0, data=CUT, kind="balanced"),
@@ -78,7 +80,7 @@ LONG += [
         ("colocated 4", BOTH_ACROSS, {**BOTH, "recompute": "full"}, "32-true", 0, "divided mixture", "fused"),
         ("colocated 4", BOTH_ACROSS, BOTH, "32-true", 2, "divided tokens mixture", ""),
         ("1+4", {}, {**BOTH_ACROSS, "recompute": "selective"}, "64-true", 1, "divided mixture", ""),
-        ("4+4", BOTH, {**TENSOR, "shard": "fsdp", "recompute": "full"}, "64-true", 0, "divided tokens mixture", ""),
+        ("4+4", BOTH, {**TENSOR_ACROSS, "recompute": "full"}, "64-true", 0, "divided tokens mixture", ""),
         ("2+2", TENSOR, TENSOR, "64-true", 1, "divided mixture", ""),
         ("1+8", {}, {**GROUPS, **TENSOR, "recompute": "full"}, "64-true", 1, "divided tokens mixture", ""),
         ("1+8", {}, {**BOTH_ACROSS, "context": 2}, "64-true", 1, "divided mixture", ""),
