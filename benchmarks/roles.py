@@ -203,8 +203,9 @@ class Cell:
             origin = ProfileOrigin("roles that sleep", "a device", {}, {"precision": "32-true"})
             profile, graph = Profile(origin, roles, 0, behind=("generator",)), graph_of(module.halves)
             steps = first_steps(roles_data(self.samples, _WARMUP + self.steps, costs, pooled=kind == POOLED))
-            memory = {"rank_bytes": self.mix.memory, "graph": graph}
-            found[kind] = MeasuredCosts(profile, steps, self.ranks, alone, KEPT_BATCHES, **memory)
+            found[kind] = MeasuredCosts(
+                profile, steps, self.ranks, alone, KEPT_BATCHES, rank_bytes=self.mix.memory, graph=graph
+            )
         return found
 
     def _run(self, allocation: Allocation, costs: SleepingCosts, folder: Path, name: str) -> dict[str, float]:
