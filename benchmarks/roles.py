@@ -1,6 +1,6 @@
 """Which ranks for two unlike encoders, a backbone and a generator? Real processes, whose computing is sleep.
 
-python benchmarks/roles.py                             two mixes on 8 ranks: five minutes
+python benchmarks/roles.py                             two mixes on 8 ranks: six minutes
 python benchmarks/roles.py --mixes "one fits"          one of them; the other's results are kept
 python benchmarks/roles.py --simulate                  none is run
 python benchmarks/roles.py --quick                     short steps on 4 ranks, to see that it runs
@@ -71,7 +71,7 @@ WITHIN = 0.03
 _NAME = "roles"
 _RANKS, _SAMPLES = 8, 160
 _WARMUP, _STEPS = 1, 3
-_STEP_SECONDS = 4.0  # of work of each rank in a step
+_STEP_SECONDS = 3.0  # of work of each rank in a step
 _DEADLINE = 240.0
 _SHARDED = RoleLayout(shard="fsdp")
 _WEIGHT_BYTES = 16  # of a weight in float32, its gradient and AdamW's states
@@ -203,8 +203,9 @@ class Cell:
             origin = ProfileOrigin("roles that sleep", "a device", {}, {"precision": "32-true"})
             profile, graph = Profile(origin, roles, 0, behind=("generator",)), graph_of(module.halves)
             steps = first_steps(roles_data(self.samples, _WARMUP + self.steps, costs, pooled=kind == POOLED))
-            memory = {"rank_bytes": self.mix.memory, "graph": graph}
-            found[kind] = MeasuredCosts(profile, steps, self.ranks, alone, KEPT_BATCHES, **memory)
+            found[kind] = MeasuredCosts(
+                profile, steps, self.ranks, alone, KEPT_BATCHES, rank_bytes=self.mix.memory, graph=graph
+            )
         return found
 
     def _run(self, allocation: Allocation, costs: SleepingCosts, folder: Path, name: str) -> dict[str, float]:

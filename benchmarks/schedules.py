@@ -121,7 +121,7 @@ class EncoderFirst(FlowModule):
         self._note()
         return super().training_step(batch, batch_idx)
 
-    def encode(self, media: PackedMedia) -> Tensor | tuple[Tensor, ...]:
+    def encode(self, media: PackedMedia) -> Any:
         """Counts the forward."""
         features = super().encode(media)
         if torch.is_grad_enabled():  # without gradients it only looks at what features are

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -176,7 +176,7 @@ class SleepingRoles(FlowModule):
         costs: what computing costs.
     """
 
-    halves: ClassVar = {
+    halves: Mapping[str, tuple[str, ...]] = {
         "encoder_image": ("eye",),
         "encoder_audio": ("ear",),
         "backbone": ("backbone",),
@@ -240,7 +240,7 @@ class SleepingRoles(FlowModule):
 class PooledRoles(SleepingRoles):
     """The same, with one role that encodes pictures and sounds."""
 
-    halves: ClassVar = {"encoder": ("eye",), "backbone": ("backbone",), "generator": ("drawer",)}
+    halves: Mapping[str, tuple[str, ...]] = {"encoder": ("eye",), "backbone": ("backbone",), "generator": ("drawer",)}
 
     def configure_encoder(self) -> None:
         """One weight."""

@@ -231,7 +231,7 @@ class Compute:
             given = condition[0] if len(condition) == 1 else condition
             output = self._call(role, self._module.generator_loss, items, given)
         returned = returned_losses(output, (role,), f"{self._name}.generator_loss")
-        metrics.close_microbatch(returned.loss, *returned.counts)
+        metrics.close_microbatch(returned.loss, returned.counts[0])
         return returned.loss
 
     def check_context(self, batch: PackedBatch, features: Features, chunk: int = 0) -> None:

@@ -138,8 +138,10 @@ class MetricAccumulator:
 
     def clear(self) -> None:
         """Forgets what was collected, as of a step that has failed; the names that are agreed stay so."""
-        for collected in (self._losses, self._tokens, self._values, self._pending, *self._beside.values()):
+        for collected in (self._losses, self._tokens, self._values, self._pending):
             collected.clear()
+        for found in self._beside.values():
+            found.clear()
 
     def _vector(self, stop: bool) -> Tensor:
         numbers = [*self._losses, *self._tokens]

@@ -17,7 +17,7 @@ ALL = ("auto", "ddp 2", "colocated 1", "colocated 2", "1+1", "1+2", "2+1", "2+3"
 
 def ranks_of(layout: str) -> int:
     """How many processes a layout needs."""
-    return sum(map(int, re.findall(r"\d+", layout))) or 1
+    return sum(map(int, re.findall(r"(?<![-\d])\d+", layout))) or 1  # but for the number in "deepspeed-2"
 
 
 def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settings: Any) -> L.Trainer:

@@ -47,8 +47,8 @@ class Recorder(L.Callback):
         self.initial = weights_of(pl_module)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: StepBatch, _: int) -> None:
-        graph, batches = batch.plan.graph, batch.plan.batches
-        idle = [role for role in graph.producers if not any(len(media) for own in batches[role] for media in own)]
+        encoders = {*batch.plan.graph.producers} & {*pl_module.halves}  # one process takes several for one
+        idle = [role for role in encoders if not any(len(media) for own in batch.plan.batches[role] for media in own)]
         self._idle = tuple(f"{path}." for role in idle for path in pl_module.halves[role])
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
