@@ -118,7 +118,8 @@ def _above_and_below(module: HalvedModule, path: str) -> Iterator[nn.Module]:
 
 def _settings(part: Any) -> list[object]:
     """Settings of a module beside its weights: what it holds but counts, and a config of ``transformers``."""
-    left_out = {*vars(nn.Module()), "gradient_checkpointing", "config", *_counted(type(part))}
+    kind: type = type(part)
+    left_out = {*vars(nn.Module()), "gradient_checkpointing", "config", *_counted(kind)}
     told: dict[str, object] = {
         name: _content(value)
         for name, value in sorted(vars(part).items())

@@ -101,7 +101,7 @@ class UnusedFeatures:
             )
 
 
-def _held(weight: nn.Parameter) -> Tensor:
+def _held(weight: Tensor) -> Tensor:
     """Returns this rank's part of a weight."""
     return held_run(weight).part if is_partitioned(weight) else local_part(weight)
 
