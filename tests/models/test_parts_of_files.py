@@ -75,7 +75,7 @@ def test_a_rank_reads_its_share_of_the_experts_and_none_without_their_half(tmp_p
 )
 def test_a_rank_reads_the_weights_of_its_stage_alone(tmp_path, layout, backbone):
     """Also of the embedding and the head, of which a stage has one, or in a V both or none."""
-    published(tmp_path / "model", num_hidden_layers=4, moe_intermediate_size=512, vocab_size=8192)
+    published(tmp_path / "model", num_hidden_layers=4, moe_intermediate_size=1024, vocab_size=8192)
     write_steps(tmp_path / "data")
     given = {"data": str(tmp_path / "data"), "model": str(tmp_path / "model"), "layout": layout}
     job = Job("parts", "tests.models.reading_parts:train", ranks_of(layout), {**given, "roles": {"backbone": backbone}})
