@@ -35,7 +35,7 @@ def refuse_undividable_experts(layouts: Mapping[str, Layout], module: FlowModule
             )
         for path, part in experts.items():
             reason = (
-                _why_unadaptable(path, part, module)
+                _why_unadaptable(path, part, module, layout.tensor)
                 or _why_undividable(path, part, layout.expert_ranks)
                 or _why_skipped(path, module, layout.expert)
                 or _why_not_in_stages(path, layout.pipeline)
@@ -81,7 +81,7 @@ def _why_undividable(path: str, experts: nn.Module, ranks: int) -> str | None:
     return None
 
 
-def _why_unadaptable(path: str, experts: nn.Module, module: FlowModule) -> str | None:
+def _why_unadaptable(path: str, experts: nn.Module, module: FlowModule, tensor: int) -> str | None:
     """Why ranks cannot share what adapts the experts of a layer; None where they can."""
     if any(True for _ in adapted_stacks(experts)):
         return (
@@ -89,6 +89,11 @@ def _why_unadaptable(path: str, experts: nn.Module, module: FlowModule) -> str |
             "experts themselves have these weights, or leave these degrees out."
         )
     for layer in adapted_stacks(module):
+        if layer.get_base_layer() is experts and tensor > 1:
+            return (
+                f"target_parameters adapts {path!r}, which is not exact yet where tensor ranks share experts. Take "
+                "expert without tensor, or leave target_parameters out."
+            )
         if layer.get_base_layer() is experts and layer.num_experts != number_of_experts(experts):
             return (
                 f"{f'{path}.{layer.parameter_name}'!r} has one adapter for all experts: peft makes one for each where "

@@ -86,8 +86,6 @@ LONG += [
         ("1+8", {}, {**BOTH_ACROSS, "context": 2}, "64-true", 1, "divided mixture", ""),
         ("1+8", {}, {**BOTH, "context": 2}, "64-true", 1, "divided tokens mixture", ""),
         ("mixed 4+4", {}, {**BOTH_ACROSS, "recompute": "full"}, "64-true", 1, "divided mixture", ""),
-        ("colocated 4", {}, {**BOTH, "recompute": "full"}, "64-true", 1, "adapted divided mixture", ""),
-        ("colocated 4", {}, {**BOTH_ACROSS, "recompute": "full"}, "64-true", 1, "adapted divided tokens mixture", ""),
     )
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [

@@ -187,17 +187,6 @@ def test_so_do_adapters_of_the_experts_themselves(trained, layout, backbone, pre
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backbone", [BOTH, {**WHOLE, **TENSOR}], ids=str)
-def test_so_do_they_beside_layers_that_tensor_ranks_share(trained, backbone):
-    pytest.importorskip("peft")
-    adapters = {**OF_EXPERTS, "target_modules": []}
-    runs = [read_run(trained(*each, adapters=adapters)) for each in (("1+4", backbone), ("auto",))]
-    assert_equal(*runs)
-    trains = [name for name, gradient in runs[0].gradients[0].items() if gradient is not None]
-    assert {"lora_A", "lora_B"} == {name.split(".")[-3] for name in trains if ".language_model." in name}
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("backbone", [WHOLE, GROUPS, {**WHOLE, **TENSOR}], ids=str)
 def test_muon_steps_experts_that_are_divided(trained, backbone):
     runs = [read_run(trained(*each, muon=True)) for each in (("1+4", backbone), ("auto",))]
