@@ -19,7 +19,7 @@ def logged_of(report: StepReport, monkeypatch) -> dict[str, tuple[float, float]]
     return found
 
 
-def test_a_loss_weighs_its_tokens_and_a_value_those_of_the_microbatches_that_logged_it(monkeypatch):
+def test_a_loss_weighs_its_tokens_and_a_value_those_of_where_it_was_logged(monkeypatch):
     report = StepReport(2.0, 8.0, False, {"accuracy": 0.5}, weights={"accuracy": 3.0})
     assert logged_of(report, monkeypatch) == {"val_loss": (2.0, 8), "accuracy": (0.5, 3)}
 

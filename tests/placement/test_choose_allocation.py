@@ -86,10 +86,10 @@ def test_a_run_that_goes_on_keeps_the_saved_allocation_also_without_a_profile(tm
         (
             Allocation(
                 "colocated",
-                dict.fromkeys(("encoder", "backbone"), Layout(1, pipeline=2)),
+                dict.fromkeys(("encoder", "backbone"), Layout(1, context=2)),
                 dict.fromkeys(("encoder", "backbone"), (0, 1)),
             ),
-            "only the backbone runs in stages",
+            "only the backbone has sequences to share",
         ),
     ],
 )
