@@ -111,6 +111,6 @@ def described(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):
         return f"({', '.join(map(described, value))})"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and any(isinstance(each, tuple) for each in value.values()):
         return f"{{{', '.join(f'{name!r}: {described(each)}' for name, each in value.items())}}}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.60}"
