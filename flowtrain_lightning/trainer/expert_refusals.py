@@ -91,8 +91,8 @@ def _why_unadaptable(path: str, experts: nn.Module, module: FlowModule, tensor: 
     for layer in adapted_stacks(module):
         if layer.get_base_layer() is experts and tensor > 1:
             return (
-                f"target_parameters adapts {path!r}, which is not exact yet where tensor ranks share experts. Take "
-                "expert without tensor, or leave target_parameters out."
+                f"target_parameters adapts {path!r}, which is not shown to be exact where tensor ranks share experts. "
+                "Take expert without tensor, or leave target_parameters out."
             )
         if layer.get_base_layer() is experts and layer.num_experts != number_of_experts(experts):
             return (

@@ -74,7 +74,7 @@ def test_experts_that_can_be_divided_are_taken(mixture):
     refuse_undividable_experts(LAYOUTS, mixture)
     _adapt(mixture, "experts.narrow")
     refuse_undividable_experts(LAYOUTS, mixture)
-    with pytest.raises(ValueError, match=r"The backbone has tensor 2, but target_parameters adapts .* not exact"):
+    with pytest.raises(ValueError, match=r"The backbone has tensor 2, but target_parameters adapts .* not shown"):
         refuse_undividable_experts({**LAYOUTS, "backbone": Layout(1, tensor=2)}, mixture)
 
 
