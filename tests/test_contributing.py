@@ -111,7 +111,7 @@ def test_a_layout_is_planned_and_trained(tmp_path):
         "parallel/layouts.py",
         '    elif layout.shard == "replicate":\n',
         '    elif layout.shard == "twins":\n        fill(None)\n'
-        "        engine = Twins(half_parameters(module, role), groups.all, early=early, activations=on_host)\n"
+        "        engine = Twins(held_parameters(module, role), groups.all, early=early, activations=on_host)\n"
         '    elif layout.shard == "replicate":\n',
     )
     copy.change(
