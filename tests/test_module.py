@@ -152,3 +152,11 @@ def test_clipping_by_value_takes_a_step_without_gradients():
     module.configure_model()
     module.clip_gradients(torch.optim.SGD(module.parameters(), lr=1.0), 0.1, "value")
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_limit_of_zero_clips_nothing_as_lightning_has_it(algorithm):
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    TinyVLM().clip_gradients(torch.optim.SGD([weight], 0.1), 0.0, algorithm)
+    assert weight.grad.tolist() == [3.0, 3.0]

@@ -37,6 +37,16 @@ def test_predictions_are_those_of_computing_all_anew_and_read_every_token_once(t
     assert generate_greedily(module, batch, features) == expected  # packed attention is back
 
 
+@pytest.mark.parametrize(
+    "own", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 5}], ids=str
+)
+def test_settings_of_the_models_own_change_no_prediction(tmp_path, own):
+    module, batch, features = prompted(tmp_path, "qwen2_5_vl", generation=own)
+    settings = module.model.generation_config
+    assert module.generate(batch, features) == generate_greedily(module, batch, features)
+    assert module.model.generation_config is settings
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_where_generate_cannot_take_what_merge_gives_all_is_computed_anew(tmp_path, family):
     module, batch, features = prompted(tmp_path, family)
@@ -49,13 +59,13 @@ def test_predictions_of_paligemma_are_refused(tmp_path):
         module.generate(batch, features)
 
 
-def prompted(folder: Any, family: str) -> tuple[Any, Any, dict[str, Any]]:
+def prompted(folder: Any, family: str, **settings: Any) -> tuple[Any, Any, dict[str, Any]]:
     """A module, a microbatch of four prompts, and the features of its images."""
     samples = Samples(folder, FAMILIES[family])
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64)
     try:
-        module = FAMILIES[family].kind(FAMILIES[family].config, max_new_tokens=TOKENS)
+        module = FAMILIES[family].kind(FAMILIES[family].config, max_new_tokens=TOKENS, **settings)
         module.configure_model()
         module.eval()
         batch, media = samples.packed

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.parallel import ReplicatedHalf, broadcast_half
 from flowtrain_lightning.parallel import replicate as replicate_module
@@ -205,3 +206,17 @@ def test_gradients_are_summed_in_or_after_the_last_backward_whatever_each_rank_u
         for gradient in found:
             assert (gradient is None) == (parameter.grad is None)
             assert gradient is None or torch.allclose(gradient, parameter.grad, rtol=1e-14)
+
+
+def test_a_weight_that_gets_its_gradient_in_parts_is_refused_where_sums_begin_early():
+    """As under reentrant checkpoints, whose backwards run one by one within the backward."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        layer, values = nn.Linear(2, 2), torch.ones(4, 2, requires_grad=True)
+        half = ReplicatedHalf(list(layer.parameters()), early=True)
+        half.begin_step()
+        parts = [checkpoint(layer, part, use_reentrant=True) for part in values.split(2)]
+        with pytest.raises(RuntimeError, match="use_reentrant=False"), half.backward(last=True):
+            torch.cat(parts).sum().backward()
+    finally:
+        dist.destroy_process_group()

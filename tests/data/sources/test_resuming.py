@@ -73,6 +73,19 @@ def cases():
         yield pytest.param(source, steps, id=name, marks=() if name in quick else pytest.mark.full)
 
 
+@pytest.mark.parametrize("limit", [{"limit_train_batches": 3}, {"overfit_batches": 2}], ids=str)
+def test_a_stream_of_which_only_some_steps_are_taken_goes_on_with_the_next(tmp_path, limit):
+    settings = {**SETTINGS, "limit_val_batches": 0, **limit}
+
+    def build():
+        return data_module(stream(tmp_path / "d.jsonl"), cache_dir=tmp_path / "index")
+
+    write_set(tmp_path / "d.jsonl", 18)
+    whole = trained(tmp_path, build(), callbacks=[SaveAlways(tmp_path)], **settings)
+    for done in range(1, len(whole)):
+        assert trained(tmp_path, build(), tmp_path / f"batch-{done}.ckpt", **settings) == whole[done:], done
+
+
 @pytest.mark.parametrize(("source", "steps"), cases())
 def test_a_run_that_was_killed_reads_exactly_the_rest_on_other_ranks(tmp_path, source, steps):
     given = SOURCES[source](write_set(tmp_path / "d.jsonl", 18))
