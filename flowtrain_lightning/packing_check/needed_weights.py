@@ -1,4 +1,4 @@
-"""Weights outside of a half's blocks that are needed elsewhere than where they stand: stages there would lack them."""
+"""Weights that are needed elsewhere than where they stand: stages there would lack them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def unlikely_needs(passes: Passes, features: FeaturesOfItems) -> list[NeededWeig
     """Finds needs that do not follow from where a weight stands: before the blocks, behind them, or both if it is tied.
 
     It is found by numbers that are none (NaN) in place of weights. Each block is given what it is given in a forward
-    with all weights, so what is none behind it, it has made of these.
+    with all weights, so what is none behind it, it has made of these. A block's own weights are needed elsewhere where
+    it leaves something beside its hidden states, such as a term of the loss as an attribute.
 
     Args:
         passes: of a copy that nobody needs any more.
@@ -64,6 +65,10 @@ def unlikely_needs(passes: Passes, features: FeaturesOfItems) -> list[NeededWeig
             if names and not watch.needing(module, names, forward) <= likely:
                 each = {name: watch.needing(module, [name], forward) - likely for name in names}
                 found += [NeededWeight(-1 if b == end else b, name) for name in names for b in sorted(each[name])]
+        for number, path in enumerate(first.blocks):
+            names = [name for name, _ in module.named_parameters() if name.startswith(f"{path}.")]
+            beside = watch.needing(module, names, forward) - {number} if names else ()
+            found += [NeededWeight(-1 if b == end else b, names[0]) for b in sorted(beside)]
     return found
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowtrain_lightning.data import PackedBatch, PackedMedia
 from tests.exactness.modules import Deep, DeepBackbone
-from tests.tiny import WIDTH, TinyVLM
+from tests.tiny import WIDTH, Block, TinyVLM
 
 
 class Plain(TinyVLM):
@@ -285,6 +285,31 @@ class ReadsAgain(Deep):
 
     def configure_backbone(self) -> None:
         self.backbone = ReadingBackbone()
+
+
+class LeavingBlock(Block):
+    """Leaves a term of the loss."""
+
+    term: Tensor
+
+    def forward(self, *inputs: Any) -> Tensor:
+        made: Tensor = super().forward(*inputs)
+        self.term = made.square().sum()
+        return made
+
+
+class LeavesTerms(Deep):
+    """Each block leaves a term beside hidden states, as balancing losses are."""
+
+    def configure_backbone(self) -> None:
+        self.backbone = DeepBackbone()
+        self.backbone.block = LeavingBlock(WIDTH)
+        self.backbone.more = nn.ModuleList(LeavingBlock(WIDTH) for _ in range(3))
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
+        loss, tokens = super().loss(outputs, batch)
+        terms = [block.term for block in (self.backbone.block, *self.backbone.more)]
+        return (loss + 0.01 * sum(terms) if tokens else loss), tokens
 
 
 class HoldsALock(TinyVLM):

@@ -7,7 +7,7 @@ import pytest
 from flowtrain_lightning.packing_check import report_of
 from tests.exactness.modules import Deep, Projecting
 from tests.forks import Job, run_jobs
-from tests.packing_check.right_modules import ReadsAgain
+from tests.packing_check.right_modules import LeavesTerms, ReadsAgain
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 pytestmark = pytest.mark.checks_packing
@@ -35,6 +35,17 @@ def test_what_is_read_again_is_found_by_block_and_weight(data):
 def test_so_is_what_stands_behind_the_blocks_and_is_needed_before_them(data):
     found = report_of(Projecting(), data).needed_weights
     assert found == [(0, "projector.1.bias"), (0, "projector.1.weight")]
+
+
+def test_so_is_a_term_of_the_loss_that_a_block_leaves_as_an_attribute(data):
+    report = report_of(LeavesTerms(), data)
+    assert [block for block, _ in report.needed_weights] == [-1] * 3  # the last of four stands where the loss is
+    assert [weight.split(".")[:3] for _, weight in report.needed_weights] == [
+        ["backbone", "block", "norm"],
+        ["backbone", "more", "0"],
+        ["backbone", "more", "1"],
+    ]
+    assert report.findings == []
 
 
 def test_a_fit_in_stages_refuses_it_in_setup_on_every_rank(tmp_path):
