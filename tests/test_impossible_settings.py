@@ -24,6 +24,7 @@ NEEDED = {
 
 RIGHT = {
     "encoder_activations": (0,),
+    "media_costs": ({},),
     "hang_timeout": (2.5,),
     "timeout": (2.5,),
     "background_saving": (True,),

@@ -51,7 +51,8 @@ def check_setting(
         owner: the class that it is a setting of.
         name: of the setting.
         value: what was given.
-        hint: its type, as in an annotation: of numbers, truth values, strings, literals, classes, tuples and unions.
+        hint: its type, as in an annotation: of numbers, truth values, strings, literals, classes, tuples, mappings and
+            unions.
         least: the least number that it may be.
         above: the number that it must exceed.
         error: what is raised.
@@ -75,6 +76,8 @@ def _is_allowed(value: Any, hint: Any, least: float | None, above: float | None)
         right_length = parts[-1] is Ellipsis or (isinstance(value, Sequence) and len(value) == len(parts))
         is_series = isinstance(value, Sequence) and not isinstance(value, str)
         return is_series and right_length and all(_is_allowed(each, parts[0], least, above) for each in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_is_allowed(each, parts[1], least, above) for each in value.values())
     if hint in (int, float):
         is_number = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
         in_bounds = is_number and (least is None or value >= least) and (above is None or value > above)
@@ -93,6 +96,8 @@ def _allowed(hint: Any, least: float | None, above: float | None) -> str:
     if origin is tuple:
         count = "any number of" if parts[-1] is Ellipsis else str(len(parts))
         return f"a tuple of {count} numbers, each {_allowed(parts[0], least, above)}"
+    if origin is Mapping:
+        return f"a dictionary from names to {_allowed(parts[1], least, above)}"
     bound = f" of at least {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
     words = {int: f"a whole number{bound}", float: f"a finite number{bound}", bool: "True or False", NoneType: "None"}
     return words.get(hint) or f"a {getattr(origin or hint, '__name__', hint)}"

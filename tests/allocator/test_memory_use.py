@@ -135,7 +135,7 @@ def test_so_does_a_product_outside_of_layers_but_no_head(outputs):
     assert (kept == 0) == (outputs == 4000)
 
 
-def test_stages_that_split_their_backwards_keep_more_where_little_is_kept_for_whole_ones(backbone):
+def test_stages_that_split_backwards_keep_more_where_little_is_kept_for_whole_ones(backbone):
     for recompute in ("none", "full"):
         whole, split, in_a_v = (
             total(backbone, pipeline=4, recompute=recompute, schedule=schedule)

@@ -49,7 +49,7 @@ def test_gates_that_open_later_are_no_fault():
             watch.look(with_gradient(None))
 
 
-def test_a_frozen_encoder_may_not_change_its_buffers_while_others_work_ahead_with_them():
+def test_a_frozen_encoder_may_not_change_its_buffers_while_it_works_ahead():
     module = TinyVLM(freeze_encoder=True)
     module.configure_encoder()
     module.encoder.register_buffer("scale", torch.ones(()))

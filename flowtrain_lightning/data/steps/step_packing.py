@@ -170,7 +170,7 @@ def _profiled_costs(path: Path) -> tuple[CostModel, dict[str, CostModel]]:
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
         models = _models({role: found["cost"] for role, found in profile["roles"].items()})
-        *_, trunk = (role for role in models if role not in profile["behind"])
+        *_, trunk = (role for role in models if role not in profile.get("behind", ()))
     except OSError as error:
         raise DataError(f"The profile {path} cannot be read: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
