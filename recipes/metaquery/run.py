@@ -26,7 +26,7 @@ RUN = Path("runs/metaquery")
 TAUGHT = Path("runs/quickstart/checkpoints/last.ckpt")
 PROMPTS = 100
 """Records that ask afterwards for what words never ask for in training."""
-RECORDS, STEPS = 2080, 2200
+RECORDS, STEPS = 2080, 1800
 """To train on, and how long."""
 
 _QUIET: dict[str, Any] = {
