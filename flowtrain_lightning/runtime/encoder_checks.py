@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ _Seen = dict[str, tuple[Tensor, int, int]]
 
 
 class FrozenEncoder:
-    """Sees when a frozen encoder's weights or buffers change: work ahead would then have been done with the old ones.
+    """Sees when a frozen encoder's weights are changed: work ahead would then have been done with the old ones.
 
     A rank that does not hold the weights sees changes too where a hook makes them on all ranks, so it does not take
     features of the old weights before it is told. What is written through ``parameter.data`` is not seen by anyone.
@@ -61,15 +61,10 @@ class FrozenEncoder:
             for role, paths in self._module.halves.items()
             if role in roles
             for path in paths
-            for name, weight in _named_tensors(self._module.get_submodule(path))
+            for name, weight in self._module.get_submodule(path).named_parameters()
         }
         held = {name: _held(weight) for name, weight in weights.items()}
         return {name: (weight, held[name].data_ptr(), held[name]._version) for name, weight in weights.items()}
-
-
-def _named_tensors(half: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from half.named_parameters()
-    yield from half.named_buffers()
 
 
 class UnusedFeatures:
@@ -101,7 +96,7 @@ class UnusedFeatures:
             )
 
 
-def _held(weight: Tensor) -> Tensor:
+def _held(weight: nn.Parameter) -> Tensor:
     """Returns this rank's part of a weight."""
     return held_run(weight).part if is_partitioned(weight) else local_part(weight)
 
