@@ -25,10 +25,12 @@ from flowtrain_lightning.compute.stage_step import StageMethod, StageStep, where
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.compute.weight_casts import WeightCasts
+from flowtrain_lightning.compute.zeros_beside import leaving_none
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.packing.stage_entries import hidden_states
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
+from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.ranks.random_streams import enter_stream
 from flowtrain_lightning.parallel.stages.late_weights import LateWeight, LateWeights
 
@@ -47,7 +49,6 @@ class Compute:
         patch_dims: role behind the trunk -> numbers of a patch of what it generates, once it is known.
         specs: modality -> what a row of features was found to be, for which bytes are reserved; none where nobody
             reserves any.
-        used: roles through which a gradient has gone back on this rank since the step began.
         copies: role -> streams for what comes through the pool: batches that wait at the same time take one each. Roles
             share none: gradients would wait for features that another rank still makes.
 
@@ -80,7 +81,6 @@ class Compute:
         )
         self.patch_dims: dict[str, int] = {}
         self.specs: dict[str, FeatureSpec] = {}
-        self.used: set[str] = set()
         self.copies = {role: [CopyStream(device) for _ in range(_COPY_STREAMS)] for role in engines}
         self._inputs = CopyStream(device)
         self._module = module
@@ -298,26 +298,24 @@ class Compute:
             Whether any output has a gradient. Else what it brought is zero, and none in one process.
         """
         engine, kind = self._engines[role], self.device.type
-        reached: list[Tensor] = []
-        given: list[Tensor] = []
-        pairs = [*zip(outputs, gradients, strict=True)]
-        has_any = any(gradient is not None and output.requires_grad for output, gradient in pairs)
-        self.used |= {role} if has_any else set()
-        for output, gradient in pairs:
-            if gradient is None and engine.in_lockstep:  # other ranks run this backward, too
-                gradient = torch.zeros_like(output)
-            if gradient is not None and output.requires_grad:
-                reached.append(output)
-                given.append(gradient)
-        if not reached:  # nothing that trains, or leads to it
-            return has_any
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        reached = [(output, gradient) for output, gradient in pairs if gradient is not None]
+        beside = [output for output, gradient in pairs if gradient is None] if engine.in_lockstep else []
+        given = [*reached, *((output, torch.zeros_like(output)) for output in beside)]
+        if not given:  # nothing that trains, or leads to it
+            return False
         is_on = self._has_autocast and torch.is_autocast_enabled(kind)
         if role in self._keeps_casts:
-            self._casts.keep_in_backward(reached)
+            self._casts.keep_in_backward(output for output, _ in given)
         late = _NOTHING if left is None else self._stages[role].leaving(left)
-        with engine.backward(last=last), late, torch.autocast(kind, enabled=False) if is_on else _NOTHING:
-            torch.autograd.backward(reached, given)
-        return has_any
+        zeros = (
+            _NOTHING if isinstance(engine, DeepSpeedHalf) else leaving_none(beside, [output for output, _ in reached])
+        )
+        with engine.backward(last=last), zeros, late, torch.autocast(kind, enabled=False) if is_on else _NOTHING:
+            torch.autograd.backward([output for output, _ in given], [gradient for _, gradient in given])
+        if left is not None and not reached:
+            left.clear()
+        return bool(reached)
 
     def weights(self, role: str, left: list[LateWeight], *, last: bool) -> None:
         """The gradients of weights that a backward has left.

@@ -2,7 +2,8 @@
 
 FSDP2 sums the gradients that a backward has left, and ranks whose samples use other weights would sum others. Here
 each rank puts zeros in place of what its backward has not reached, just before FSDP2 looks at it, and keeps in mind
-which weights these were: one that no rank has used in a step has no gradient, as in one process.
+which weights these were: one that no rank has used in a step has no gradient, as in one process. Nor has a tensor that
+was given to the half and that its backward has not reached, of which FSDP2 makes zeros.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ class UnusedWeights:
                     module.register_forward_pre_hook(_want_gradient, with_kwargs=True, prepend=True)
                     module.register_forward_pre_hook(partial(self._expect, group), with_kwargs=True)
         self.numbers: set[int] = set()
+        self._awaits = False  # a block of the forward that runs sums gradients in its backward
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -56,24 +59,43 @@ class UnusedWeights:
         To FSDP2 a module is done when the gradients of its inputs are there, or where none wants one, as of pixels,
         when the whole backward has ended, where nobody can step in. So the root gets one more that always wants a
         gradient, and to which the backward comes last.
+
+        Raises:
+            RuntimeError: no backward can follow, which other ranks would wait for.
         """
         if not torch.is_grad_enabled():
             return root(function, *args)
+        self._awaits = False
         end = torch.zeros((), device=self._device_type, requires_grad=True)
-        return root(partial(self._until, function), end, *args)
+        given = [tensor for tensor in _tensors(args) if tensor.requires_grad]
+        reached: set[int] = set()
+        for number, tensor in enumerate(given):
+            if tensor.is_leaf:
+                forget = partial(_forget_zeros, reached, number)
+                tensor.register_post_accumulate_grad_hook(forget)  # type: ignore[no-untyped-call]
+        return root(partial(self._until, function, reached), end, *args)
 
-    def _until(self, function: Callable[..., Any], end: Tensor, *args: Any) -> Any:
-        result = function(*args)
+    def _until(self, function: Callable[..., Any], reached: set[int], end: Tensor, *args: Any) -> Any:
+        numbers = count()
+        result = function(*(_mapped(lambda tensor: _noting(tensor, reached, next(numbers)), arg) for arg in args))
+        if self._awaits and not any(tensor.requires_grad for tensor in _tensors(result)):
+            raise RuntimeError(
+                "What a half in shards (FSDP2) returned, a loss or features, has no gradient, though its layers "
+                "computed with gradients. Ranks that share weights all go back through them, or wait for each other "
+                "without end. Return something that depends on the outputs, such as outputs.sum() * 0 where a "
+                "microbatch has no targets."
+            )
         if end.grad_fn is None:  # nothing of the half wants a gradient
             return result
         end.grad_fn.register_prehook(self._fill_all)
-        return _tied(result, end)
+        return _mapped(partial(_tied, end), result)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect(self, group: list[tuple[int, nn.Module, str]], _: nn.Module, args: Any, kwargs: Any) -> None:
         """In front of a block's forward, behind FSDP2's own hook: its sum follows on the gradients of these inputs."""
         first = next((tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None), None)
         if torch.is_grad_enabled() and first is not None and first.grad_fn is not None:
+            self._awaits = True
             first.grad_fn.register_prehook(partial(self._fill, group))
 
     def _fill_all(self, _: tuple[Tensor, ...]) -> None:
@@ -136,14 +158,46 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _tied(value: Any, end: Tensor) -> Any:
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The value with what a function makes of each tensor in it that wants a gradient."""
     if isinstance(value, Tensor):
-        return _Tied.apply(value, end) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        return function(value) if value.requires_grad else value
     if isinstance(value, dict):
-        return {**value, **{key: _tied(part, end) for key, part in value.items()}}
+        return {**value, **{key: _mapped(function, part) for key, part in value.items()}}
     if type(value) in (tuple, list):
-        return type(value)(_tied(part, end) for part in value)
+        return type(value)(_mapped(function, part) for part in value)
     return value
+
+
+def _tied(end: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, whose backward comes to ``end``, too."""
+    tied: Tensor = _Tied.apply(tensor, end)  # type: ignore[no-untyped-call]
+    return tied
+
+
+def _noting(tensor: Tensor, reached: set[int], number: int) -> Tensor:
+    """The tensor, whose number is put down when a backward comes to it."""
+    noted: Tensor = _Noted.apply(tensor, reached, number)  # type: ignore[no-untyped-call]
+    return noted
+
+
+def _forget_zeros(reached: set[int], number: int, leaf: Tensor) -> None:
+    if number not in reached:
+        leaf.grad = None
+
+
+class _Noted(torch.autograd.Function):
+    """The first input. A backward that comes to it adds the number to the set."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, reached: set[int], number: int) -> Tensor:
+        ctx.reached, ctx.number = reached, number
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.reached.add(ctx.number)
+        return gradients[0], None, None
 
 
 class _Tied(torch.autograd.Function):

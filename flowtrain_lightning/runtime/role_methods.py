@@ -26,7 +26,7 @@ class ForwardResult(NamedTuple):
     Attributes:
         rows: that others read.
         loss: summed, or ``[losses]``; None of a role that has none, or where it is not differentiated.
-        seed: the gradient of the loss.
+        seed: the gradient of the loss; None of one that counts for nothing.
     """
 
     rows: tuple[Tensor, ...] = ()
@@ -142,7 +142,7 @@ class BackboneMethod:
         if result is None or not keep or not result.requires_grad:
             return ForwardResult(made)
         if is_padding:
-            return ForwardResult(made, result, torch.zeros_like(result))
+            return ForwardResult(made, result)
         trunk, losses = step.plan.graph.trunk, self._losses
         seed = torch.ones_like(result) if losses is None else losses.gradient(result, step.plan, trunk)
         return ForwardResult(made, result, seed)
@@ -194,7 +194,7 @@ class GeneratorMethod:
         if not keep or not loss.requires_grad:
             return ForwardResult()
         if is_padding:
-            return ForwardResult(loss=loss, seed=torch.zeros_like(loss))
+            return ForwardResult(loss=loss)
         return ForwardResult(loss=loss, seed=self._losses.gradient(loss, step.plan, role, compute.patch_dims[role]))
 
     def is_for_nothing(self, batch: RankBatch) -> bool:

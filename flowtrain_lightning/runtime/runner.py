@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -141,7 +140,6 @@ class RoleRunner:
             parameter.grad = None
         for engine in self._engines.values():
             engine.begin_step()
-        self._compute.used.clear()
         with own_streams():
             self._run_works(step, context, [])
             # Before the report: a rank that waits in a sum for this one may not come to the report until it has it.
@@ -281,8 +279,6 @@ class RoleRunner:
         for role in self._in_lockstep:
             engine = self._engines[role]
             record = engine.record if step.stage == "train" else StepRecord()
-            if step.stage == "train" and role not in self._compute.used:  # zeros that went back beside other ranks
-                record = replace(record, unused=range(len(engine.parameters)))
             for number in self._step_end.compare(step, role, record):
                 engine.parameters[number].grad = None
 

@@ -1,4 +1,4 @@
-"""A module of which every sample uses other weights: experts, a mark for pictures, a second head, and a spare one."""
+"""A module of which every sample uses other weights: experts, a mark for pictures, a second head, and spare ones."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class PictureLayer(nn.Module):
 
 
 class UnevenEncoder(Encoder):
-    """Has experts in two of three layers."""
+    """Has experts in two of three layers, and one level of features more than the backbone reads."""
 
     def __init__(self, levels: int, dropout: float) -> None:
-        super().__init__(levels, dropout)
+        super().__init__(levels + 1, dropout)
         self.more = nn.ModuleList(UnevenBlock(WIDTH) for _ in range(2))
 
     def forward(self, media: PackedMedia) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ class Uneven(TinyVLM):
         self.backbone = UnevenBackbone()
 
     def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
-        merged = super().merge(batch, features)
+        merged = super().merge(batch, {modality: levels[:-1] for modality, levels in features.items()})
         places = batch.media_positions["image"] if "image" in features else torch.empty(0, dtype=torch.int64)
         if len(places):
             rows = merged["x"][places] + self.backbone.mark

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ def memory_of_shards(folder: Path) -> None:
     """How many numbers this rank holds between steps, and how many of them lie in gradients after one.
 
     And what it tells of this step, of one in which half of the ranks want a gradient of what they put into the layers,
-    with the gradients of it, and of one in which every other rank leaves out another layer.
+    with the gradients of it, and of one in which every other rank leaves out another layer; in that the half is given
+    something that it does not read. And what is said where a loss has no gradient.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
@@ -74,8 +76,12 @@ def memory_of_shards(folder: Path) -> None:
     del half.blocks[dist.get_rank() % 2]
     engine.begin_step()
     with engine.backward(last=True):
-        engine.call(_forward(half), torch.ones(3, 8)).sum().backward()
-    write_down(folder, {**seen, "other layers": engine.record.layers})
+        read, unread = (torch.ones(3, 8, requires_grad=True) for _ in range(2))
+        engine.call(lambda read, _: _forward(half)(read), read, {"image": (unread,)}).sum().backward()
+    seen |= {"given": [read.grad is not None, unread.grad is not None], "other layers": engine.record.layers}
+    with pytest.raises(RuntimeError) as refused:
+        engine.call(lambda x: _forward(half)(x).detach(), torch.ones(3, 8))
+    write_down(folder, {**seen, "refused": str(refused.value)})
     dist.destroy_process_group()
 
 

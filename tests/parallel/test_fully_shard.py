@@ -42,6 +42,8 @@ def test_every_rank_holds_its_share_and_tells_what_it_has_used(tmp_path, ranks):
         assert found["unused"] == []
         assert all(found["as plain"])
         assert found["unused then"] == [0, 1]  # weight and bias of what stands before the layers
+        assert found["given"] == [True, False]
+        assert "has no gradient, though its layers computed with gradients" in found["refused"]
     assert len({found["layers"] for found in of_ranks}) == 1
     assert len({found["other layers"] for found in of_ranks}) == 2  # that layers were swapped raises nothing by itself
 
