@@ -154,13 +154,25 @@ class FullyShardedHalf:
         To FSDP2 every backward is a last one that leaves no forward outstanding: else it keeps what the root has sent,
         for a 7B 4.4 GB of embeddings and head in float32, throughout the next forward. Nothing waits longer for that:
         the next forward begins by gathering these weights, in the same group and so after they were sent.
+
+        Raises:
+            RuntimeError: the last one has left out layers of which replicas had not summed the gradients.
         """
         assert isinstance(self._root, FSDPModule)
         self._outstanding -= 1
         self._root.set_is_last_backward(last or self._outstanding == 0)
         if self._has_replicas:
             self._root.set_requires_all_reduce(last)
+        before = frozenset(self._unused.summed)
+        self._unused.summed.clear()
         yield
+        if last and self._has_replicas and not before <= self._unused.summed:
+            raise RuntimeError(
+                "The step's last backward has left out layers that others went through, so their gradients would miss "
+                "the sum over replicas (HSDP) and come a step late. Let every forward run all layers, if only with no "
+                "rows, or leave `replicas` out of the layout."
+            )
+        self._unused.summed |= before
 
     def send_gradients(self) -> None:
         """Nothing is left to send: each backward has."""

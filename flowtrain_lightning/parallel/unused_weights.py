@@ -29,6 +29,7 @@ class UnusedWeights:
 
     Attributes:
         numbers: of the parameters that want a gradient and that no backward of this step has reached on this rank.
+        summed: modules that are gathered by themselves, by number, whose gradients backwards of this step have summed.
     """
 
     def __init__(self, root: nn.Module, parameters: Sequence[nn.Parameter], device_type: str) -> None:
@@ -36,6 +37,7 @@ class UnusedWeights:
         self._device_type = device_type
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._groups: list[list[tuple[int, nn.Module, str]]] = []
+        self.summed: set[int] = set()
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 gathered = [each for each in _gathered_with(module) if id(each[2]) in numbers]  # of this stage
@@ -44,7 +46,7 @@ class UnusedWeights:
                 self._groups.append(group)
                 if module is not root and group:
                     module.register_forward_pre_hook(_want_gradient, with_kwargs=True, prepend=True)
-                    module.register_forward_pre_hook(partial(self._expect, group), with_kwargs=True)
+                    module.register_forward_pre_hook(partial(self._expect, len(self._groups) - 1), with_kwargs=True)
         self.numbers: set[int] = set()
         self._awaits = False  # a block of the forward that runs sums gradients in its backward
         self.begin_step()
@@ -52,6 +54,7 @@ class UnusedWeights:
     def begin_step(self) -> None:
         """Nothing is used yet."""
         self.numbers = {number for group in self._groups for number, _, _ in group}
+        self.summed.clear()
 
     def call(self, root: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         """``root(function, *args)``, in a way that the root is summed before its backward ends.
@@ -91,7 +94,7 @@ class UnusedWeights:
         return _mapped(partial(_tied, end), result)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _expect(self, group: list[tuple[int, nn.Module, str]], _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _expect(self, group: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """In front of a block's forward, behind FSDP2's own hook: its sum follows on the gradients of these inputs."""
         first = next((tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None), None)
         if torch.is_grad_enabled() and first is not None and first.grad_fn is not None:
@@ -100,14 +103,15 @@ class UnusedWeights:
 
     def _fill_all(self, _: tuple[Tensor, ...]) -> None:
         """Also those of blocks whose inputs want no gradient: FSDP2 sums them at the end of the whole backward."""
-        for group in self._groups:
+        for group in range(len(self._groups)):
             self._fill(group)
 
-    def _fill(self, group: list[tuple[int, nn.Module, str]], *_: Any) -> None:
-        for number, owner, name in group:
+    def _fill(self, group: int, *_: Any) -> None:
+        for number, owner, name in self._groups[group]:
             weight = getattr(owner, name)
             if weight is self._parameters[number]:
                 return  # not gathered: the group has been summed, or has no part in this backward
+            self.summed.add(group)
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             else:

@@ -99,6 +99,23 @@ def thaw_a_shard(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def skip_a_layer_at_last(folder: Path) -> None:
+    """What is said where replicas (HSDP) sum in a last backward that goes through fewer layers than the others."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    half = Layered()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replica", "shard"))
+    engine = FullyShardedHalf({"half": half}, mesh)
+    engine.begin_step()
+    first = engine.call(_forward(half), torch.ones(3, 8)).sum()
+    with engine.backward(last=False):
+        first.backward()
+    last = engine.call(lambda x: half.outlet(half.blocks[0](half.inlet(x))), torch.ones(3, 8)).sum()
+    with pytest.raises(RuntimeError) as refused, engine.backward(last=True):
+        last.backward()
+    write_down(folder, {"refused": str(refused.value)})
+    dist.destroy_process_group()
+
+
 def _refusal(engine: FullyShardedHalf) -> str:
     try:
         engine.begin_step()

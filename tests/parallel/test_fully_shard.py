@@ -55,6 +55,11 @@ def test_weights_that_are_frozen_or_hooked_after_they_were_sharded_are_refused(t
         assert found["again"] == ""
 
 
+def test_layers_that_only_the_last_backward_leaves_out_are_refused_with_replicas(tmp_path):
+    for found in ran(tmp_path, "skip_a_layer_at_last"):
+        assert "last backward has left out layers" in found["refused"]
+
+
 def test_offloading_to_host_memory_changes_no_gradient(tmp_path):
     for found in ran(tmp_path, "offload_parameters"):
         assert found["True"] == found["False"] > 0
