@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,10 @@ class SleepingCosts:
         """Seconds of forward and of backward."""
         return in_two_passes(self.per_unit[role] * units)
 
-    @property
-    def packing(self) -> PackingConfig:
-        """How steps are packed by these costs."""
-        backbone, encoder = (CostModel(self.per_unit[role], 0.0, 0.0) for role in ("backbone", "encoder"))
-        return PackingConfig(backbone, {"encoder": encoder})
+    def packing(self, roles: Iterable[str]) -> PackingConfig:
+        """How steps of a module of these roles are packed by these costs."""
+        models = {role: CostModel(self.per_unit[role], 0.0, 0.0) for role in roles}
+        return PackingConfig(models.pop("backbone"), models)
 
 
 class _Sleep(torch.autograd.Function):
@@ -287,7 +286,7 @@ def roles_data(samples: int, steps: int, costs: SleepingCosts | None = None, *, 
         encoder_budget=ENCODER_BUDGET,
         global_batch_size=samples,
         seed=0,
-        packing=PackingConfig() if costs is None else costs.packing,
+        packing=PackingConfig() if costs is None else costs.packing((PooledRoles if pooled else SleepingRoles).halves),
     )
 
 
