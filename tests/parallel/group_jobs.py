@@ -15,6 +15,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain_lightning.parallel.ranks.connecting import connect_groups, disconnect_groups
@@ -121,6 +123,19 @@ def cross_group(folder: Path) -> None:
     seen["objects of a part"] = mixed.gather_over_role("backbone", rank) if rank < 2 else mixed.ranks_of("backbone")
     mixed.cross.barrier()
     write_down(folder, seen)
+    disconnect_groups()
+
+
+def sum_by_meshes(folder: Path) -> None:
+    """Sums over equal meshes in two layouts, of which the first has more groups, on those ranks that are in them."""
+    sums, rank = [], int(os.environ["RANK"])
+    for parts in ({"encoder": (0, 1), "backbone": (1, 2)}, {"encoder": (0, 1)}):
+        connect_groups(rank, ((0, 1, 2),), "gloo", timedelta(seconds=30), parts)
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",))
+        if rank < 2:
+            own = DTensor.from_local(torch.ones(2) + rank, mesh, [Shard(0)])
+            sums.append(float(own.sum().full_tensor()))
+    write_down(folder, sums)
     disconnect_groups()
 
 

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
 from flowtrain_lightning.parallel.ranks.groups import Groups, PartOfGroup
 from flowtrain_lightning.parallel.ranks.job_store import node_names, readable_rendezvous_errors, root_store
+from flowtrain_lightning.parallel.ranks.kept_meshes import forget_meshes
 from flowtrain_lightning.parallel.ranks.keyed_store import KeyedStore
 from flowtrain_lightning.parallel.ranks.sealed_messages import gather_over
 from flowtrain_lightning.ports import shut_at_the_end
@@ -57,6 +58,8 @@ def connect_groups(
     if _connected is not None and _connected[0] == key and _connected[1].role is dist.group.WORLD:
         return _connected[1]
     disconnect_groups()
+    if _connections:
+        forget_meshes()
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is already initialised in this process, by code outside flowtrain. Each role needs a "

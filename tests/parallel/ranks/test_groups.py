@@ -105,6 +105,11 @@ def test_collectives_of_the_group_over_all_ranks_are_counted(tmp_path):
     assert [seen["collectives"] for seen in ranks] == [2 + 1 + 2 * objects] * 3
 
 
+def test_meshes_of_an_earlier_layout_are_forgotten(tmp_path):
+    job = Job("meshes", "tests.parallel.group_jobs:sum_by_meshes", 3)
+    assert read_down(run_jobs(tmp_path, [job])["meshes"].check().folder) == [[6.0, 6.0]] * 2 + [[]]
+
+
 def test_forks_of_a_process_that_was_connected_connect_anew(tmp_path):
     job = Job("forks", "tests.parallel.group_jobs:fork_after_a_run", 1)
     assert read_down(run_jobs(tmp_path, [job])["forks"].check().folder) == [[0, 1], [0, 1]]
