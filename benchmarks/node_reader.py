@@ -271,8 +271,7 @@ def results_table(runs: list[dict[str, Any]], ranks: tuple[int, ...], sizes: dic
 MEANING = """A run of one epoch after its data were measured; what each rank reads to open them is counted, too. `once a
 node` is what the package does where a node has several ranks; `each rank` is the same run with that turned off. `same
 steps`: all tensors of all ranks' steps are equal to the bit in both. These ranks all encode and read texts, so each
-record of a shard belongs to one of them: where others encode, two would read it. What opens Parquet at an address
-reads up to 5 MiB beyond a row group, here all that follows.
+record of a shard belongs to one of them: where others encode, two would read it.
 """
 
 

@@ -12,6 +12,7 @@ from flowtrain_lightning.data.data_error import DataError
 from flowtrain_lightning.data.data_path import WHOLE_FILES, in_this_process, is_local, part_of
 from flowtrain_lightning.data.fingerprint import file_fingerprint
 from flowtrain_lightning.data.records.columns import Columns
+from flowtrain_lightning.data.sources.parts_of_file import PartsOfFile
 
 
 class DataFile:
@@ -87,6 +88,14 @@ class DataFile:
         else:
             self._refuse_whole_files(file)
         return file
+
+    def open_for_parts(self) -> BinaryIO | PartsOfFile:
+        """The file, opened by one who reads far apart, in pieces of a good size.
+
+        Raises:
+            DataError: it was removed or changed.
+        """
+        return self.open() if is_local(self.path) else PartsOfFile(self.path, self._status[0])
 
     def read(self, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset`` on.

@@ -19,6 +19,7 @@ from flowtrain_lightning.data.data_path import is_local
 from flowtrain_lightning.data.records.columns import Columns
 from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
+from flowtrain_lightning.data.sources.parts_of_file import PartsOfFile
 from flowtrain_lightning.data.sources.record_store import Location
 from flowtrain_lightning.packing import IntArray
 
@@ -88,7 +89,7 @@ class ParquetFile(DataFile):
 
     @cached_property
     def _rows(self) -> RowPieces:
-        return RowPieces(self.open, self._metadata)
+        return RowPieces(self.open_for_parts, self._metadata)
 
     def _warn_of_large_groups(self, largest: int) -> None:
         if largest > LARGE_GROUP:
@@ -168,7 +169,7 @@ class RowPieces:
         metadata: pyarrow's, of the file.
     """
 
-    def __init__(self, open_file: Callable[[], BinaryIO], metadata: Any) -> None:
+    def __init__(self, open_file: Callable[[], BinaryIO | PartsOfFile], metadata: Any) -> None:
         self._open_file = open_file
         self._metadata = metadata
         self._course: _Course | None = None

@@ -16,7 +16,7 @@ def forget_meshes() -> None:
     runs in one of PyTorch's, which is asked by a backward.
     """
     _forget()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with torch.enable_grad():
             asked = torch.zeros((), device="cuda", requires_grad=True) * 1
             asked.register_hook(_forget)  # type: ignore[no-untyped-call]
@@ -25,7 +25,8 @@ def forget_meshes() -> None:
 
 def _forget(_: Tensor | None = None) -> None:
     # PyTorch has no public function for it; `torch.distributed.tensor.debug`, which takes seconds to import, does this.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    kept = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    kept.cache_clear()  # type: ignore[no-untyped-call]
     clear_in_dispatch = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in every release
     if clear_in_dispatch is not None:
         clear_in_dispatch()
