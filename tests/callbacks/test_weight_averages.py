@@ -27,7 +27,7 @@ from tests.forks import Done, Job, run_jobs
 
 DECAY = 0.7
 SAVED_AT = 3
-THAWED_AT = 2
+THAWED_AT = 1
 
 
 class Thaw(L.Callback):
