@@ -37,7 +37,7 @@ def draw() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(np.random.random())
 
 
-def test_a_stream_gives_the_same_numbers_of_torch_numpy_and_python_and_keeps_the_users_own():
+def test_a_stream_repeats_all_generators_draws_and_keeps_the_users_own():
     with own_streams():
         random.seed(1)
         np.random.seed(1)
