@@ -23,7 +23,7 @@ from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight
 from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
-from flowtrain_lightning.parallel.context_parallel import shared_tokens, with_summed_gradients
+from flowtrain_lightning.parallel.context_parallel import draw_for_own_tokens, shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
 from flowtrain_lightning.parallel.held_halves import HeldHalves
 
@@ -227,6 +227,7 @@ class FlowModule(HeldHalves, StepLogging):
                 loss = self.loss(outputs, batch)
                 return with_rows(loss, self.condition(outputs, batch)) if self.role_graph.behind else loss
             arguments = self.slice_tokens(self.merge(batch, with_summed_gradients(features)), own)
+            draw_for_own_tokens()
             return self.loss(backbone(**arguments), batch.slice_tokens(own))
 
     def step_alone(self, batch: PackedBatch, features: Features) -> LossOutput | None:
@@ -332,12 +333,11 @@ class FlowModule(HeldHalves, StepLogging):
     ) -> None:
         """Clips by value, or by one norm over the gradients of both halves on all ranks."""
         limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
         if limit is None or limit <= 0:
             return  # as Lightning has it
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if algorithm == "value":
+        if (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm) == "value":
             clip_to_value(gradients, limit)
         else:
             clip_to_norm(gradients, limit, self._step_runner().gradient_norm(parameters))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_swa_avg_fn
 
+from flowtrain_lightning.checkpoint.local_shard import LocalShard
 from flowtrain_lightning.parallel.gradients import local_part
 
 _CURRENT = "current_model_state"
@@ -25,7 +26,7 @@ class AverageWeights(L.Callback):
     and beside them what training goes on from; Lightning's own callback goes on from them too.
 
     Until the first average is taken, all is as without this callback. Buffers of floating-point numbers that
-    checkpoints hold are averaged as well; frozen weights have no averages.
+    checkpoints hold are averaged as well. The average of a frozen weight is itself, and counts where it trains later.
 
     Args:
         decay: after a step an average is ``decay`` times what it was and ``1 - decay`` times the weight; None gives all
@@ -49,12 +50,24 @@ class AverageWeights(L.Callback):
         self._latest_step = 0
         self._updates = 0
         self._held: dict[str, Tensor] = {}  # the averages, or the weights while these are in the module
+        self._frozen: list[tuple[str, Tensor]] = []  # weights without averages, when averages were taken last
         self._swapped = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forgets the averages of an earlier run."""
         if stage == TrainerFn.FITTING:
             self._held, self._updates, self._latest_step, self._swapped = {}, 0, 0, False
+            self._frozen = []
+
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Keeps what a weight was while it was frozen, before its first step."""
+        thawed = [(name, weight) for name, weight in self._frozen if weight.requires_grad]
+        if thawed:
+            self._held |= {name: weight.detach().clone() for name, weight in thawed}
+            self._frozen = [(name, weight) for name, weight in self._frozen if not weight.requires_grad]
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -64,12 +77,15 @@ class AverageWeights(L.Callback):
         step = trainer.global_step - 1
         if trainer.global_step <= self._latest_step or step < self._first or step % self._every:
             return
-        for name, weight in _averaged_tensors(pl_module, self._held):
-            if name not in self._held:
-                self._held[name] = weight.detach().clone()
-            else:
+        self._frozen = []
+        for name, weight in _first_tensors(pl_module):
+            if name in self._held:
                 average = local_part(self._held[name])
                 average.copy_(self._averaged(average, local_part(weight), self._updates))
+            elif _changes(weight):
+                self._held[name] = weight.detach().clone()
+            else:
+                self._frozen.append((name, weight))
         self._updates += 1
         self._latest_step = trainer.global_step
 
@@ -108,14 +124,19 @@ class AverageWeights(L.Callback):
         """Takes the averages, which the module has just got, and gives it the weights."""
         if trainer.state.fn != TrainerFn.FITTING or _CURRENT not in checkpoint:
             return
-        self._held = {name: average.detach().clone() for name, average in _averaged_tensors(pl_module, ())}
+        averages, weights = checkpoint["state_dict"], checkpoint[_CURRENT]
+        self._held, self._frozen = {}, []
+        for name, average in _first_tensors(pl_module):
+            if _changes(average) or not _same(averages.get(name), weights.get(name)):  # it has been trained
+                self._held[name] = average.detach().clone()
+            else:
+                self._frozen.append((name, average))
         self._updates = int(checkpoint[_STATE]["n_averaged"])
-        current = {"state_dict": checkpoint[_CURRENT]}
-        trainer.strategy.load_model_state_dict(current, strict=pl_module.strict_loading)
+        trainer.strategy.load_model_state_dict({"state_dict": weights}, strict=pl_module.strict_loading)
 
     @torch.no_grad()
     def _swap(self, module: L.LightningModule) -> None:
-        for name, weight in _averaged_tensors(module, self._held):
+        for name, weight in _first_tensors(module):
             if name in self._held:
                 held, within = local_part(self._held[name]), local_part(weight.detach())
                 former = within.clone()
@@ -124,15 +145,25 @@ class AverageWeights(L.Callback):
         self._swapped = bool(self._held) and not self._swapped
 
 
-def _averaged_tensors(module: L.LightningModule, held: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """First name and value of all that is averaged of what this rank holds, also of what was frozen since."""
+def _first_tensors(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
+    """First name and value of all that may be averaged of what this rank holds."""
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point() or id(value) in seen:
             continue
         seen.add(id(value))
-        if value.requires_grad or not isinstance(value, nn.Parameter) or name in held:
-            yield name, value
+        yield name, value
+
+
+def _changes(value: Tensor) -> bool:
+    """Whether it is a weight that trains, or a buffer."""
+    return value.requires_grad or not isinstance(value, nn.Parameter)
+
+
+def _same(one: Tensor | LocalShard | None, other: Tensor | LocalShard | None) -> bool:
+    """Whether two values from a checkpoint are equal, as far as this rank has read them."""
+    parts = [each.part if isinstance(each, LocalShard) else each for each in (one, other)]
+    return parts[0] is not None and parts[1] is not None and torch.equal(parts[0], parts[1])
 
 
 def _first_names(module: L.LightningModule, state: Mapping[str, Any]) -> dict[str, str]:

@@ -177,14 +177,14 @@ class Compute:
         if stage == "predict":
             with self._module.logging_refused("predictions"):
                 return self._call(self._trunk, self._module.backbone_step, batch, features, stage), ()
-        # Padding counts for nothing, and a microbatch that tensor ranks share counts once.
-        metrics = self.metrics[stage] if batch.samples and counts else self._accumulator()
+        # Padding counts for nothing, and a microbatch once that tensor ranks or chunks of a stage share.
+        counts = bool(batch.samples) and counts and self._ends_in(self._trunk, chunk)
+        metrics = self.metrics[stage] if counts else self._accumulator()
         with self._module.logging_into(metrics):
             hidden = None
             if self._trunk in self._stages:
                 hidden, features = self._stages[self._trunk].taken_out(features)
-            rest = self._module.backbone_step, batch, features, stage
-            output = self._through(self._trunk, chunk, hidden, *rest)
+            output = self._through(self._trunk, chunk, hidden, self._module.backbone_step, batch, features, stage)
         if not self._ends_in(self._trunk, chunk):
             return None, self._checked_width((output,), hidden_states(self._trunk), "backbone_step has hidden states")
         returned = self._returned(output)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.parallel.stages.stage_forward import computes_with_stand_ins
+
 Number = float | int | Tensor
 SumOverRanks = Callable[[Tensor], Tensor]
 GatherOverRanks = Callable[[Any], list[Any]]
@@ -66,6 +68,8 @@ class MetricAccumulator:
         self._losses: list[Tensor] = []  # of the microbatches that are closed
         self._tokens: list[Number] = []
         self._values: dict[str, list[tuple[int, float | Tensor]]] = {}  # name -> microbatch and value
+        self._doubtful: set[str] = set()  # names that were logged where numbers that are none stand for weights
+        self._sound: set[str] = set()  # those that came to a number nevertheless
 
     def record(self, name: str, value: Number, options: dict[str, Any]) -> None:
         """Takes a value that was logged in the current microbatch.
@@ -86,6 +90,8 @@ class MetricAccumulator:
             )
         if name not in self._options:
             self._options[name] = {option: chosen for option, chosen in options.items() if option not in _NOT_NEEDED}
+        if computes_with_stand_ins():
+            self._doubtful.add(name)
         self._pending.append(
             (name, value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value))
         )
@@ -117,7 +123,8 @@ class MetricAccumulator:
             gather_over_ranks: gathers a value from every backbone rank; called only when new names occur.
 
         Raises:
-            ValueError: a microbatch's number of target tokens on this rank was negative, infinite or not a number.
+            ValueError: a microbatch's number of target tokens on this rank was negative, infinite or not a number; or
+                what was logged follows from weights that another stage holds.
         """
         vector = sum_over_ranks(self._vector(stop))
         if vector[_FIXED - 1] > 0:
@@ -164,9 +171,22 @@ class MetricAccumulator:
         for name in self._agreed:
             weights = [tokens[microbatch] for microbatch, _ in self._values.get(name, ())]
             weighed = [weight * value for weight, value in zip(weights, read, strict=False) if weight > 0]
+            self._refuse_stand_ins(name, weighed)
             sums += (sum(weighed), sum(weights))
         new = len(self._values.keys() - set(self._agreed))
         return torch.tensor([loss, sum(tokens), float(stop), float(new), *sums], dtype=torch.float64)
+
+    def _refuse_stand_ins(self, name: str, weighed: Sequence[float]) -> None:
+        """Raises for what has never been a number, since it follows from weights that another stage holds."""
+        if name not in self._doubtful - self._sound or not weighed:
+            return
+        if all(math.isnan(value) for value in weighed):
+            raise ValueError(
+                f"log({name!r}, ...) was called in `merge`, or elsewhere before the blocks of a half in stages, with "
+                "what follows from weights that the first stage holds. The last stage, whose values count, does not "
+                "have these. Log it in `loss`, or give the half a layout without a pipeline degree."
+            )
+        self._sound.add(name)
 
     def _agree_on_names(self, found: Iterable[Iterable[tuple[str, dict[str, Any]]]]) -> None:
         options_of: dict[str, dict[str, Any]] = {}

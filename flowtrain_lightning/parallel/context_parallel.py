@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flowtrain_lightning.attention import Kernel, attending_by
 from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
 from flowtrain_lightning.parallel.gradients import local_part, squared_norms
+from flowtrain_lightning.parallel.ranks.random_streams import part_stream
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.trading import traded
 
@@ -166,12 +167,13 @@ class HeadExchange:
     Attributes:
         group: as given.
         ranks: how many these are.
+        rank: which of them this one is.
         calls: how often attention came here.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.calls = 0
         self._lengths = [0] * self.ranks
 
@@ -179,7 +181,7 @@ class HeadExchange:
         """The slice of so many tokens on which this rank computes from now on; lengths differ by one at most."""
         self._lengths = slices_of(tokens, self.ranks)
         ends = list(accumulate(self._lengths))
-        return slice(ends[self._rank] - self._lengths[self._rank], ends[self._rank])
+        return slice(ends[self.rank] - self._lengths[self.rank], ends[self.rank])
 
     def resuming(self) -> Callable[[Tensor], None]:
         """A hook of a gradient: from it on ranks share the microbatch again that they do now."""
@@ -193,7 +195,7 @@ class HeadExchange:
     @property
     def own_tokens(self) -> int:
         """How many tokens this rank has of the microbatch that was shared last."""
-        return self._lengths[self._rank]
+        return self._lengths[self.rank]
 
     def gathered(self, own: Tensor, tokens: int) -> Tensor:
         """``[own tokens, ...]`` -> ``[tokens, ...]``: the rows of all context ranks, without a gradient."""
@@ -215,10 +217,10 @@ class HeadExchange:
         """
         self.calls += 1
         heads, key_heads = query.shape[1], key.shape[1]
-        if query.shape[0] != self._lengths[self._rank]:
+        if query.shape[0] != self._lengths[self.rank]:
             raise ValueError(
                 f"Attention got {query.shape[0]} tokens on a context rank that computes on "
-                f"{self._lengths[self._rank]} of them. `slice_tokens` must cut all that the backbone gets token by "
+                f"{self._lengths[self.rank]} of them. `slice_tokens` must cut all that the backbone gets token by "
                 "token, and nothing else may be added."
             )
         if heads % self.ranks:
@@ -242,7 +244,7 @@ class HeadExchange:
 
     def _to_tokens(self, own: Tensor) -> Tensor:
         """``[all tokens, own heads, size]`` -> ``[own tokens, heads, size]``."""
-        tokens = self._lengths[self._rank]
+        tokens = self._lengths[self.rank]
         by_rank = traded(own, self._lengths, [tokens] * self.ranks, self.group)
         return by_rank.view(self.ranks, tokens, *own.shape[1:]).transpose(0, 1).flatten(1, 2)
 
@@ -276,6 +278,12 @@ def shared_tokens(tokens: int) -> Iterator[slice | None]:
     own = _offered.share(tokens)
     with attending_by(_offered):
         yield own
+
+
+def draw_for_own_tokens() -> None:
+    """From here on each context rank draws masks of its own: they are for other tokens than those of the others."""
+    assert _offered is not None, "ranks share a microbatch"
+    part_stream(_offered.rank)
 
 
 @contextmanager

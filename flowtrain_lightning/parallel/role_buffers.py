@@ -2,13 +2,15 @@
 
 A forward may write buffers, such as running statistics, counters or averages, and each rank of a role sees other
 samples. So one rank's buffers count: those of the first. They are what a checkpoint holds. Buffers that are not in a
-module's state dict (``persistent=False``), such as caches, belong to each rank.
+module's state dict (``persistent=False``), such as caches, belong to each rank. A forward that runs again for its
+backward writes none a second time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -98,6 +100,24 @@ class RoleBuffers:
                 return name
         return None
 
+    def found(self) -> dict[str, Tensor]:
+        """Copies of the buffers before a forward that will run again; none where no forward writes any."""
+        writes = self._written or self._looks_left > 0
+        return {name: buffer.detach().clone() for name, buffer in self._held()} if writes else {}
+
+    @contextmanager
+    def again(self, found: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, a forward runs again: it finds what it found at first, and what it writes is lost.
+
+        Values that autograd holds of the buffers themselves stay as they are.
+        """
+        now = {name: buffer for name, buffer in self._held() if name in found}
+        self._put(found)
+        try:
+            yield
+        finally:
+            self._put(now)
+
     @property
     def may_work_ahead(self) -> bool:
         """Whether forwards may run before their step: what they write would depend on how early that is."""
@@ -106,6 +126,11 @@ class RoleBuffers:
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         for name, (owner, own_name) in self._owners.items():
             yield name, owner.get_buffer(own_name)
+
+    def _put(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in buffers.items():
+            owner, own_name = self._owners[name]
+            setattr(owner, own_name, buffer)
 
 
 def persistent_buffers(module: nn.Module) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class BatchUnderway:
         gradients: of the rows that it makes.
         sums: of gathered gradients, rows to which others are to be added, and these.
         outputs: of its forward, with their graph; None before it, or where it will be computed again.
+        buffers: of its role, as a forward found them that will be computed again.
     """
 
     batch: RankBatch
@@ -34,6 +35,7 @@ class BatchUnderway:
     gradients: Gathering
     sums: tuple[tuple[slice, slice], ...] = ()
     outputs: ForwardResult | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, context: RankContext, step: Step, batch: RankBatch, copies: CopyStream) -> BatchUnderway:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
+from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.parallel.stages.late_weights import LateWeight
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.batch_underway import OWN, BatchUnderway
@@ -60,10 +61,12 @@ class RolePart:
 
     Attributes:
         method: runs its forwards.
+        buffers: of the role's half.
         speaks: of ranks that share a work, which all have the same, this one puts it into the pool.
     """
 
     method: RoleMethod
+    buffers: RoleBuffers
     speaks: bool = True
 
 
@@ -223,6 +226,8 @@ class Executor:
         goes_back = role in self._step.trained
         if not goes_back and part.method.is_for_nothing(batch.batch):
             return
+        if goes_back and batch.batch.recomputes:
+            batch.buffers = part.buffers.found()
         outputs = self._compute(work, batch, keep=goes_back and not batch.batch.recomputes)
         if goes_back:
             batch.outputs = None if batch.batch.recomputes else outputs
@@ -236,7 +241,7 @@ class Executor:
         name = f"{self._parts[role].method.batch_name} {batch.batch.number}"
         yield from self._until(lambda: not batch.gradients.missing, role, f"gradients of {name}")
         del self._open[role][place]
-        outputs = self._compute(work, batch, keep=True) if batch.outputs is None else batch.outputs
+        outputs = self._compute_again(work, batch) if batch.outputs is None else batch.outputs
         is_last = work == self._last[role]
         if is_last:
             self._send_gradients_before(role)
@@ -273,6 +278,11 @@ class Executor:
         outputs = method.forward(step, work.batch.member, batch.batch, batch.read, keep=keep)
         context.timeline.stop(start, role, COMPUTE, "forward", step.stage, step.index, number)
         return outputs
+
+    def _compute_again(self, work: Work, batch: BatchUnderway) -> ForwardResult:
+        """The forward of a batch of which nothing was kept."""
+        with self._parts[work.batch.role].buffers.again(batch.buffers):
+            return self._compute(work, batch, keep=True)
 
     def _send_gradients_before(self, role: str) -> None:
         """Begins to sum the gradients of the roles before this one, once it alone is left; in one order on all ranks.

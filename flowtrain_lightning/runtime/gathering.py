@@ -72,6 +72,9 @@ class Gathering:
             role: whose time it is.
             step: the step that runs.
             among: keys of those that may be taken; None: all.
+
+        Raises:
+            ValueError: rows are of another kind than others before them.
         """
         context = self._context
         wanted = self.missing if among is None else [key for key in among if key in self.missing]
@@ -107,6 +110,12 @@ class Gathering:
             allocate = torch.zeros if (name, level) in self._absent else torch.empty  # each row is written once
             shape = (self._rows[name], *part.shape[1:])
             whole = tensors[level] = allocate(shape, dtype=part.dtype, device=self._context.compute.device)
+        if part.dtype != whole.dtype or part.shape[1:] != whole.shape[1:]:  # whichever came first would decide
+            raise ValueError(
+                f"The {self._what} of {name!r} come in rows of {list(whole.shape[1:])} {whole.dtype} and of "
+                f"{list(part.shape[1:])} {part.dtype}. What one batch reads is of one kind: return rows as wide and of "
+                "the same type from every call of a method."
+            )
         taken = 0
         for run in slices:
             count = run.stop - run.start

@@ -246,7 +246,7 @@ class RoleRunner:
 
     def _encoder_part(self, context: RankContext, role: str) -> RolePart:
         method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].meets_in_forwards)
-        return RolePart(method, speaks=self._job.is_first(role))
+        return RolePart(method, self._buffers[role], speaks=self._job.is_first(role))
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
         stage = self._module.held_stages.get(self.trunk)
@@ -255,7 +255,8 @@ class RoleRunner:
         answers = speaks and (stage is None or stage.stage == 0)
         method = BackboneMethod(context, predictions, speaks=answers, counts=counts, losses=self._losses)
         # Context ranks have slices of the hidden states, of which each hands on its own.
-        return RolePart(method, speaks=speaks if stage is None else self._job.is_first_tensor_rank(self.trunk))
+        speaks = speaks if stage is None else self._job.is_first_tensor_rank(self.trunk)
+        return RolePart(method, self._buffers[self.trunk], speaks=speaks)
 
     def _part(self, context: RankContext, role: str, predictions: list[Any]) -> RolePart:
         if role == self.trunk:
@@ -263,7 +264,7 @@ class RoleRunner:
         if role not in self._behind:
             return self._encoder_part(context, role)
         method = GeneratorMethod(context, role, self._losses, counts=self._job.is_first_tensor_rank(role))
-        return RolePart(method, speaks=self._job.is_first(role))
+        return RolePart(method, self._buffers[role], speaks=self._job.is_first(role))
 
     def _run_works(self, step: Step, context: RankContext, predictions: list[Any]) -> None:
         if step.stage == "train":

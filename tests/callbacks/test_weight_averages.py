@@ -27,6 +27,15 @@ from tests.forks import Done, Job, run_jobs
 
 DECAY = 0.7
 SAVED_AT = 3
+THAWED_AT = 1
+
+
+class Thaw(L.Callback):
+    """Lets the encoder train from a step on."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= THAWED_AT:
+            pl_module.encoder.requires_grad_(True)
 
 
 class Notes(L.Callback):
@@ -60,6 +69,7 @@ def train(
     by_lightning: bool = False,
     decay: float | None = DECAY,
     resume: str | None = None,
+    thaws: bool = False,
 ) -> None:
     """Trains, validating every two steps; every rank writes down what it saw and what it ended with."""
     notes = Notes(folder)
@@ -70,10 +80,10 @@ def train(
         precision=precision,
         max_steps=STEPS,
         val_check_interval=2,
-        callbacks=[average, notes],
+        callbacks=[average, notes, *([Thaw()] if thaws else [])],
         default_root_dir=folder,
     )
-    module = Divided(lr=1e-3)
+    module = Divided(lr=1e-3, freeze_encoder=thaws)
     trainer.fit(module, datamodule=steps_data(Path(data)), ckpt_path=resume, weights_only=False)
     trainer.save_checkpoint(folder / "last.ckpt")
     seen = {"averages": weights_of(module), "steps": notes.weights, "validations": notes.validations}
@@ -89,6 +99,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "auto": {"layout": "auto"},
     "separate": {"layout": "1+1"},
     "shards": {"layout": "colocated 2", "roles": SHARDED},
+    "thawed by Lightning": {"layout": "auto", "by_lightning": True, "precision": "32-true", "thaws": True},
+    "thawed": {"layout": "1+1", "precision": "32-true", "thaws": True},
 }
 
 
@@ -105,12 +117,13 @@ def runs(tmp_path_factory):
     write_steps(folder / "data")
     data = str(folder / "data")
     done = run_jobs(folder, [job(name, data) for name in LAYOUTS])
-    separate, shards = (done[name].check().folder / "saved.ckpt" for name in ("separate", "shards"))
+    separate, shards, thawed = (done[name].check().folder / "saved.ckpt" for name in ("separate", "shards", "thawed"))
     plain = folder / "plain.ckpt"
     export_checkpoint(shards, plain)
     jobs = [
         job("separate", data, resume=str(separate)),
         job("shards", data, resume=str(separate)),
+        job("thawed", data, resume=str(thawed)),
         job("by Lightning", data, resume=str(plain), precision="64-true"),
     ]
     return done | run_jobs(folder, jobs)
@@ -134,6 +147,14 @@ def validations(done: Done) -> list[float]:
 def test_alone_they_are_those_of_lightnings_callback_to_the_bit(runs):
     assert same(averages(runs["auto, 32 bits"]), averages(runs["by Lightning"]))
     assert validations(runs["auto, 32 bits"]) == validations(runs["by Lightning"])
+
+
+def test_a_weight_that_trains_from_a_step_on_has_the_average_of_lightnings_callback(runs):
+    assert error(averages(runs["thawed"]), averages(runs["thawed by Lightning"])) <= 1e-5
+
+
+def test_a_resumed_run_goes_on_with_averages_of_weights_that_were_frozen_at_first(runs):
+    assert same(averages(runs["thawed resumed"]), averages(runs["thawed"]))
 
 
 def test_they_are_what_the_formula_says(runs):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -37,6 +39,31 @@ class UnusedLevel(TinyVLM):
 
     def merge(self, batch: PackedBatch, features: dict[str, Any]) -> dict[str, Any]:
         return super().merge(batch, {modality: levels[0] for modality, levels in features.items()})
+
+
+class Noisy(TinyVLM):
+    """What it encodes is scaled by numbers that numpy and Python draw."""
+
+    couples = ("random",)
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        scale = float(np.random.normal(1, 0.3)) * random.uniform(0.5, 2)
+        return tuple(scale * level for level in super().encode(media))
+
+
+class Counting(TinyVLM):
+    """What it encodes depends on buffers that its forwards write: running statistics and a number of forwards."""
+
+    couples = ("batch_norm", "encode")
+
+    def configure_encoder(self) -> None:
+        super().configure_encoder()
+        self.encoder.norm = nn.BatchNorm1d(WIDTH)
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        norm = self.encoder.norm
+        levels = tuple(norm(level) for level in super().encode(media))
+        return tuple((level - norm.running_mean) / (1 + norm.num_batches_tracked) for level in levels)
 
 
 class OnePiece(nn.Module):
@@ -346,6 +373,8 @@ class Telling(Divided):
 KINDS: dict[str, type[TinyVLM]] = {
     "tiny": TinyVLM,
     "unused level": UnusedLevel,
+    "noisy": Noisy,
+    "counting": Counting,
     "whole": Whole,
     "deep": Deep,
     "divided": Divided,

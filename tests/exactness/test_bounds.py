@@ -39,9 +39,14 @@ def reference(folder: Path) -> Run:
 
 
 def train(
-    folder: Path, layout: str, module: dict[str, Any] | None = None, replan: bool = False, **strategy: Any
+    folder: Path,
+    layout: str,
+    module: dict[str, Any] | None = None,
+    replan: bool = False,
+    kind: str = "tiny",
+    **strategy: Any,
 ) -> Done:
-    given = {"layout": layout, "module": module, "strategy": strategy, "replan": replan}
+    given = {"layout": layout, "kind": kind, "module": module, "strategy": strategy, "replan": replan}
     arguments = {"data": str(folder / "data"), **given}
     job = Job(" ".join(map(str, given.values())), "tests.exactness.train:train", ranks_of(layout), arguments)
     return run_jobs(folder, [job])[job.name]
@@ -97,9 +102,14 @@ def test_two_ranks_that_share_a_device_give_the_same_gradients(folder, reference
     check_exact(train(folder, layout, ranks_per_device=2), reference)
 
 
-def test_a_recomputed_forward_draws_the_same_random_numbers(folder):
+ENCODERS = {"dropout": ("tiny", {"dropout": 0.5}), "draws of numpy": ("noisy", {}), "buffers": ("counting", {})}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_recomputed_forward_sees_and_leaves_what_the_first_one_did(folder, name):
+    kind, module = ENCODERS[name]
     kept, recomputed = (
-        read_run(train(folder, "1+1", module={"dropout": 0.5}, encoder_activations=kept).check().folder)
+        read_run(train(folder, "1+1", module=module, kind=kind, encoder_activations=kept).check().folder)
         for kept in (4, 0)
     )
     assert same_bits(kept, recomputed)

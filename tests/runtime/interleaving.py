@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from flowtrain_lightning.data import PackedBatch, PackedMedia, PackedTargets, Ra
 from flowtrain_lightning.data.batch import GeneratedItem
 from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
 from flowtrain_lightning.packing.step_members import StepMembers
+from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import Key, MemoryRegion, Reservation, entry_nbytes
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.program_of_plan import make_program
@@ -31,6 +32,15 @@ from tests.runtime.late_copies import LateCopies, read_after_copies
 
 SPEC = FeatureSpec(((2,),), (torch.float64,))
 LANES = ("encoder", "backbone", GENERATOR)
+
+
+class Bare(nn.Module):
+    """A module without anything in its encoder."""
+
+    halves: ClassVar = {"encoder": ()}
+
+
+NO_BUFFERS = RoleBuffers(Bare(), "encoder", None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 class Interleaving:
@@ -392,11 +402,13 @@ class InterleavedStep:
             context = RankContext(self.pools[rank], self.compute[rank], Page(), Timeline(), members)  # type: ignore[arg-type]
             roles = {}
             if "backbone" in part.own:
-                roles["backbone"] = RolePart(BackboneMethod(context, [], speaks=True, counts=True))
+                roles["backbone"] = RolePart(BackboneMethod(context, [], speaks=True, counts=True), NO_BUFFERS)
             if GENERATOR in part.own:
-                roles[GENERATOR] = RolePart(GeneratorMethod(context, GENERATOR, Evenly(), counts=True))  # type: ignore[arg-type]
+                method = GeneratorMethod(context, GENERATOR, Evenly(), counts=True)  # type: ignore[arg-type]
+                roles[GENERATOR] = RolePart(method, NO_BUFFERS)
             if "encoder" in part.own:
-                roles["encoder"] = RolePart(EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards))
+                encoding = EncoderMethod(context, "encoder", meets_in_forwards=meets_in_forwards)
+                roles["encoder"] = RolePart(encoding, NO_BUFFERS)
             parts.append(partial(_run_and_sum, Executor(context, roles, step), self.compute[rank]))
         interleaving.run(parts)
 

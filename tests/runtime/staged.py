@@ -23,7 +23,16 @@ from flowtrain_lightning.runtime.role_methods import BackboneMethod, EncoderMeth
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
 from tests.packing.sizes import PATCHES_PER_ROW, meeting_of
-from tests.runtime.interleaving import SPEC, DeliveredPool, Interleaving, Numbers, NumbersCompute, Page, batch_of
+from tests.runtime.interleaving import (
+    NO_BUFFERS,
+    SPEC,
+    DeliveredPool,
+    Interleaving,
+    Numbers,
+    NumbersCompute,
+    Page,
+    batch_of,
+)
 
 HIDDEN = hidden_states("backbone")
 SPECS = {"image": SPEC, HIDDEN: SPEC, hidden_states("encoder"): SPEC}
@@ -210,10 +219,11 @@ class StagedStep:
             training = [*(["encoder"] if trains else []), "backbone"]
             step = Step(batch, make_program(plan, shard, kept_batches), "train", 0, training)
             context = RankContext(self.pools[rank], compute, Page(), Timeline(), ranks_of)  # type: ignore[arg-type]
-            roles = (
-                {"backbone": RolePart(BackboneMethod(context, [], speaks=True, counts=True))} if rank in trunk else {}
-            )
-            roles |= {"encoder": RolePart(EncoderMethod(context, "encoder"))} if rank in encoder_ranks else {}
+            roles = {}
+            if rank in trunk:
+                roles["backbone"] = RolePart(BackboneMethod(context, [], speaks=True, counts=True), NO_BUFFERS)
+            if rank in encoder_ranks:
+                roles["encoder"] = RolePart(EncoderMethod(context, "encoder"), NO_BUFFERS)
             parts.append(Executor(context, roles, step).run)
             self.computes.append(compute)
             self.executed.append(step.executed)

@@ -20,26 +20,54 @@ def global_seed() -> int:
 
 @contextmanager
 def own_streams() -> Iterator[None]:
-    """Inside, torch's generators may be seeded freely; the user's own streams go on afterwards as if untouched."""
+    """Inside, generators of the process may be seeded freely: torch's, Python's and numpy's.
+
+    The user's own streams go on afterwards as if untouched.
+    """
     if torch.get_default_device().type == "cuda" and torch.cuda.is_available():
         # Else its generator could not be seeded before the first weights are drawn there.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if _uses_cuda() else []
+    of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     with torch.random.fork_rng(devices=devices):
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def enter_stream(*name: object) -> None:
-    """Seeds torch's generators with the stream of this name, for example ``"encoder", epoch, step, 3``.
+    """Seeds torch's, Python's and numpy's generators with the stream of this name: ``"encoder", epoch, step, 3``.
 
     Call it inside ``own_streams``. The seed is 63 bits of a hash of the global seed and the name.
     """
-    digest = hashlib.sha256("/".join(map(str, (global_seed(), *name))).encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1
+    seed = _hashed(global_seed(), *name)
     # torch.manual_seed would note the call stack for every kind of accelerator that is not there: milliseconds.
     torch.default_generator.manual_seed(seed)
     if _uses_cuda():
         torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # all 63 bits would take it five times as long
+
+
+def part_stream(part: int) -> None:
+    """Goes on with masks of this rank's own, where ranks that have drawn alike come to parts of one tensor.
+
+    All of them call it, in one stream. What GPUs draw differs from here on. What a host draws beside GPUs stays alike,
+    as do Python's and numpy's numbers, since all ranks must skip the same layers.
+
+    Args:
+        part: which of the parts this rank has; the first goes on in the common stream.
+    """
+    common = int(torch.randint(1 << 62, (), device="cpu"))
+    if part == 0:
+        return
+    seed = _hashed(common, part)
+    if _uses_cuda():
+        torch.cuda.manual_seed_all(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:
@@ -63,6 +91,12 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def _hashed(*name: object) -> int:
+    """63 bits."""
+    digest = hashlib.sha256("/".join(map(str, name)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _uses_cuda() -> bool:

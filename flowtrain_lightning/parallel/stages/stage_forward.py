@@ -24,6 +24,13 @@ from flowtrain_lightning.parallel.stages.stage_cut import StageCut
 _CHECKED = 16
 """Forwards after which a stage is asked whether they needed weights that it does not hold."""
 
+_standing_in = False
+
+
+def computes_with_stand_ins() -> bool:
+    """Whether a stage computes what comes before the blocks now, with numbers that are none in place of weights."""
+    return _standing_in
+
 
 class _NextStage(BaseException):
     """The forward has come to the blocks of the next stage; no error, so that no `except` of the user's stops it."""
@@ -100,8 +107,10 @@ class StageForward:
         Raises:
             RuntimeError: the method does not run each block once, in order.
         """
+        global _standing_in
         self._own = self.cut.chunks[chunk]
         self._given, self._begun, self._running = given, False, True
+        _standing_in = bool(self.cut.before)
         try:
             result = functional_call(self._method, self._stand_ins(), (method, *args))
         except _NextStage as end:
@@ -114,6 +123,7 @@ class StageForward:
                 )
         finally:
             self._given, self._running = None, False
+            _standing_in = False
         if given is not None and self._looks_left > 0:
             self._looks_left -= 1
             self._refuse_other_inputs(result, given)
@@ -126,7 +136,8 @@ class StageForward:
         """Before the first block of a chunk: it takes the hidden states of the stage before."""
         if self._running and chunk != self._own:
             return None
-        self._begun = True
+        global _standing_in
+        self._begun, _standing_in = True, False
         if chunk.start == 0:
             return None
         hidden = _first(args, kwargs)
