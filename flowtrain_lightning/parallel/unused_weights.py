@@ -7,7 +7,7 @@ which weights these were: one that no rank has used in a step has no gradient, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -139,10 +139,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _tied(value: Any, end: Tensor) -> Any:
     if isinstance(value, Tensor):
         return _Tied.apply(value, end) if value.requires_grad else value  # type: ignore[no-untyped-call]
-    if isinstance(value, dict):
-        return {**value, **{key: _tied(part, end) for key, part in value.items()}}
-    if type(value) in (tuple, list):
-        return type(value)(_tied(part, end) for part in value)
+    if isinstance(value, Mapping):
+        return {key: _tied(part, end) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):  # named tuples too, of which their order is read
+        return tuple(_tied(part, end) for part in value)
     return value
 
 

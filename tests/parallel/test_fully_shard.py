@@ -53,6 +53,18 @@ def test_weights_that_are_frozen_or_hooked_after_they_were_sharded_are_refused(t
         assert found["again"] == ""
 
 
+def test_a_loss_counts_its_weights_as_used_in_whatever_container_it_is_returned(tmp_path):
+    for found in ran(tmp_path, "losses_in_containers"):
+        assert found == {"tuple": [], "list": [], "named tuple": [], "mapping": []}
+
+
+def test_a_weight_of_several_layers_that_are_gathered_alone_is_refused(tmp_path):
+    for said in ran(tmp_path, "share_a_layer"):
+        assert "The weight 'widen.weight' of a Layer is a weight of other layers, too" in said["blocks"]
+        assert "The weight 'narrow.weight' of a Layer is a weight of other layers, too" in said["outlet"]
+        assert said["whole block"] == ""
+
+
 def test_offloading_to_host_memory_changes_no_gradient(tmp_path):
     for found in ran(tmp_path, "offload_parameters"):
         assert found["True"] == found["False"] > 0
