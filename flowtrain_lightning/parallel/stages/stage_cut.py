@@ -15,6 +15,7 @@ from torch import nn
 from flowtrain_lightning.allocator import StageSchedule
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+from flowtrain_lightning.parallel.weight_marks import keeping_marks
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,13 @@ def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:
     """Leaves what other stages hold without memory. Tied parameters stay tied."""
     assert isinstance(module, nn.Module)
     empty: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if name in cut.absent and not parameter.is_meta:
-            if id(parameter) not in empty:
-                without = torch.empty_like(parameter.data, device="meta")
-                empty[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
-            _set(module, name, empty[id(parameter)])
+    with keeping_marks(module):
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if name in cut.absent and not parameter.is_meta:
+                if id(parameter) not in empty:
+                    without = torch.empty_like(parameter.data, device="meta")
+                    empty[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
+                _set(module, name, empty[id(parameter)])
     for name, buffer in list(module.named_buffers()):
         if name in cut.absent:
             _set(module, name, buffer.to("meta"))
