@@ -25,6 +25,9 @@ class UnusedWeights:
         parameters: of the half, the shards.
         device_type: on which it computes.
 
+    Raises:
+        ValueError: weights that are gathered together want gradients of several types, which FSDP2 cannot sum at once.
+
     Attributes:
         numbers: of the parameters that want a gradient and that no backward of this step has reached on this rank.
     """
@@ -39,6 +42,7 @@ class UnusedWeights:
                 gathered = [each for each in _gathered_with(module) if id(each[2]) in numbers]  # of this stage
                 owned = [(numbers[id(parameter)], owner, name) for owner, name, parameter in gathered]
                 group = [entry for entry in owned if parameters[entry[0]].requires_grad]
+                _refuse_several_dtypes({parameters[number].dtype: name for number, _, name in group})
                 self._groups.append(group)
                 if module is not root and group:
                     module.register_forward_pre_hook(_want_gradient, with_kwargs=True, prepend=True)
@@ -90,6 +94,16 @@ class UnusedWeights:
                 weight.grad = torch.zeros_like(weight)
             else:
                 self.numbers.discard(number)
+
+
+def _refuse_several_dtypes(names: Mapping[torch.dtype, str]) -> None:
+    """Raises for dtype -> the name of a weight that trains, of what is gathered together, with several dtypes."""
+    if len(names) > 1:
+        kinds = " and ".join(f"{name!r} is {dtype}" for dtype, name in names.items())
+        raise ValueError(
+            f"Weights that ranks gather together (FSDP2) train in several types: {kinds}. Give them one dtype where "
+            "the half is built, freeze those of the other one, or take a layout of whole copies."
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -34,6 +34,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
     refuse_sharded_before,
+    refuse_sparse_gradients,
     refuse_unshared_sequences,
 )
 from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
@@ -118,6 +119,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]
     refuse_frozen_backbone(layouts, module)
     refuse_scalars_in_shards(layouts, module)
+    refuse_sparse_gradients(layouts, module)
     refuse_conditional_modules(layouts, module)
     refuse_undividable_experts(layouts, module)
     refuse_padding_beside_balance(module, trainer.datamodule)  # type: ignore[attr-defined]

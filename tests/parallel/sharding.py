@@ -125,17 +125,22 @@ def losses_in_containers(folder: Path) -> None:
 
 
 def share_a_layer(folder: Path) -> None:
-    """What is said when two blocks, or a block and what stands behind the blocks, have a layer in common."""
+    """What is said when two blocks, or a block and what stands behind the blocks, have a layer in common.
+
+    And when weights of a block are of several dtypes, of which one is frozen or not.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), {}
-    for name in ("blocks", "outlet", "whole block"):
+    for name in ("blocks", "outlet", "whole block", "several dtypes", "frozen dtype"):
         half = Layered()
         if name == "blocks":
             half.blocks[2].widen = half.blocks[0].widen
         elif name == "outlet":
             half.outlet = half.blocks[0].narrow
-        else:
+        elif name == "whole block":
             half.blocks.append(half.blocks[0])  # one block that runs twice is gathered twice
+        else:
+            half.blocks[1].narrow.double().requires_grad_(name == "several dtypes")
         try:
             FullyShardedHalf({"half": half}, mesh)
             said[name] = ""

@@ -58,11 +58,12 @@ def test_a_loss_counts_its_weights_as_used_in_whatever_container_it_is_returned(
         assert found == {"tuple": [], "list": [], "named tuple": [], "mapping": []}
 
 
-def test_a_weight_of_several_layers_that_are_gathered_alone_is_refused(tmp_path):
+def test_weights_that_cannot_be_gathered_or_summed_together_are_refused(tmp_path):
     for said in ran(tmp_path, "share_a_layer"):
         assert "The weight 'widen.weight' of a Layer is a weight of other layers, too" in said["blocks"]
         assert "The weight 'narrow.weight' of a Layer is a weight of other layers, too" in said["outlet"]
-        assert said["whole block"] == ""
+        assert said["whole block"] == said["frozen dtype"] == ""
+        assert "'bias' is torch.float32 and 'bias' is torch.float64" in said["several dtypes"]
 
 
 def test_offloading_to_host_memory_changes_no_gradient(tmp_path):

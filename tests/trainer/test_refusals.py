@@ -24,6 +24,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
     refuse_sharded_before,
+    refuse_sparse_gradients,
     refuse_unshared_sequences,
 )
 from tests.exactness.hearing import SeeingAndHearing, memory_data
@@ -88,6 +89,28 @@ def test_a_parameter_without_a_dimension_cannot_be_shared(shard: Any) -> None:
     refuse_scalars_in_shards(layouts, module)
     with pytest.raises(ValueError, match=rf"'backbone.block.scale' has no dimension, .*{shard}.*torch.zeros\(1\)"):
         refuse_scalars_in_shards({**layouts, "backbone": Layout(2, shard=shard)}, module)
+
+
+def test_a_parameter_without_an_element_cannot_be_shared() -> None:
+    module = TinyVLM()
+    module.configure_model()
+    module.backbone.block.rest = nn.Parameter(torch.zeros(0, 4))
+    layouts = {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(2)}
+    refuse_scalars_in_shards(layouts, module)
+    with pytest.raises(ValueError, match=r"'backbone.block.rest' has no element, .*'fsdp'"):
+        refuse_scalars_in_shards({**layouts, "backbone": Layout(2, shard="fsdp")}, module)
+
+
+def test_sparse_gradients_are_refused_where_several_ranks_would_sum_them() -> None:
+    module = TinyVLM()
+    module.configure_model()
+    module.backbone.embed = nn.Embedding(8, 4, sparse=True)
+    layouts = {"encoder": Layout(2), "backbone": Layout(1)}
+    refuse_sparse_gradients(layouts, module)
+    with pytest.raises(ValueError, match=r"'backbone\.embed' has sparse=True, but the backbone has 2 ranks"):
+        refuse_sparse_gradients({**layouts, "backbone": Layout(1, pipeline=2)}, module)
+    module.backbone.embed.requires_grad_(False)
+    refuse_sparse_gradients({**layouts, "backbone": Layout(2)}, module)
 
 
 def test_sequences_that_nobody_slices_are_refused_with_context_ranks() -> None:
