@@ -54,6 +54,28 @@ def test_a_fused_kernel_that_takes_no_shards_is_refused(sharded: nn.Module, kind
         refuse_optimizers([kind(sharded.parameters(), lr=0.1, fused=True)])
 
 
+class Prodigy(torch.optim.SGD):
+    """Of the name of an optimizer that takes one size of steps from all weights."""
+
+
+class Lamb(torch.optim.SGD):
+    """Clips by itself, as some do."""
+
+    def __init__(self, *args: Any, max_grad_norm: float | None = 1.0, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.param_groups[0]["max_grad_norm"] = max_grad_norm
+
+
+def test_an_optimizer_that_couples_weights_is_refused_where_some_are_on_other_ranks() -> None:
+    whole = [*nn.Linear(2, 2).parameters()]
+    split = [*whole, *nn.Linear(2, 2, device="meta").parameters()]
+    refuse_optimizers([Prodigy(whole, lr=0.1), Lamb(whole, lr=0.1), Lamb(split, lr=0.1, max_grad_norm=None)])
+    with pytest.raises(TypeError, match="Prodigy takes its step's size from all weights together"):
+        refuse_optimizers([Prodigy(split, lr=0.1)])
+    with pytest.raises(TypeError, match=r"Lamb\(max_grad_norm=...\) clips by the norm of its own rank"):
+        refuse_optimizers([Lamb(split, lr=0.1)])
+
+
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
 def test_an_optimizer_of_elements_is_taken_on_shards(sharded: nn.Module, options: dict[str, bool]) -> None:
     refuse_optimizers([torch.optim.AdamW(sharded.parameters(), lr=0.1, **options)])
