@@ -20,6 +20,7 @@ STEPS = 10
 _TIMES = 2  # that a weight is compared with a gradient that is not zero
 _CHUNK_BYTES = 32 << 20
 _MOST_ROUNDING = 0.05
+_BEYOND_NOISE = 1e3
 _TINY = torch.finfo(torch.float64).tiny
 
 Differences = Mapping[str, float]
@@ -63,11 +64,32 @@ class EqualCopies:
         if not pending or self._steps > STEPS:
             return {}
         held = [_gradient(weight) for weight in pending.values()]
-        parts = [local_part(gradient) for gradient in gradients]
-        scale, pairs = self._measured(held, float(nn.utils.get_total_norm(parts)) if parts else 0.0)
+        scale, pairs = self._measured(held, _norm(gradients))
         for name, (norm, _) in zip(pending, pairs, strict=True):
             self._times_left[name] -= norm > 0
         return _beyond_rounding([*pending], held, scale, pairs)
+
+    def equal_gradients(self, gradients: Sequence[Tensor]) -> list[str]:
+        """The weights in whose gradients ranks do not differ, after a step; see `compare_gradients`.
+
+        Where each rank has a summand of a gradient, these differ. Gradients that may be rounding are passed over.
+
+        Args:
+            gradients: see there.
+        """
+        self._steps += 1
+        wanted = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
+        pending = {name: weight for name, weight in wanted.items() if self._times_left[name] > 0}
+        if not pending or self._steps > STEPS:
+            return []
+        held, found = [_gradient(weight) for weight in pending.values()], []
+        scale, pairs = self._measured(held, _norm(gradients))
+        for name, value, (norm, distance) in zip(pending, held, pairs, strict=True):
+            noise = 8 * _rounding(value) * scale
+            self._times_left[name] -= norm > 0
+            if norm > _BEYOND_NOISE * noise and distance <= math.sqrt(_rounding(value)) * norm:
+                found.append(name)
+        return found
 
     def _measured(self, values: Sequence[Tensor], scale: float) -> tuple[float, list[tuple[float, float]]]:
         """The largest ``scale`` of all ranks; of each value the norm of its mean, and how far a rank is from it."""
@@ -144,6 +166,22 @@ def _named(differences: Differences) -> str:
     name, difference = next(iter(differences.items()))
     more = f" (and of {len(differences) - 1} more)" if len(differences) > 1 else ""
     return f"{name!r}{more} differs between tensor ranks by {difference:.1e} of its norm"
+
+
+def needless_in_plan(names: Sequence[str]) -> str:
+    """The sentence on weights whose gradients tensor ranks would sum, though each of them has the whole of it."""
+    modules = ", ".join(dict.fromkeys(repr(name.rpartition(".")[0]) for name in names[:3]))
+    return (
+        f"The gradient of {names[0]!r} is equal on all tensor ranks, and its style in tensor_plan, "
+        "'replicated_with_grad_allreduce' or that of a module around it, would sum it over them: it would be as many "
+        f"times too large as there are ranks. What {modules} computes is whole on every rank: leave it out of "
+        "tensor_plan, which names only what works on this rank's share of the heads, of the width or of the tokens."
+    )
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    parts = [local_part(gradient) for gradient in gradients]
+    return float(nn.utils.get_total_norm(parts)) if parts else 0.0
 
 
 def _gradient(weight: nn.Parameter) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -190,11 +191,35 @@ class FullyShardedHalf:
 
 
 def shard_repeated_blocks(modules: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> None:
-    """Applies `fully_shard` to every repeated block of the modules that is here, with these arguments."""
+    """Applies `fully_shard` to every repeated block of the modules that is here, with these arguments.
+
+    Raises:
+        ValueError: a block shares a weight with another one, or with what stands outside of it.
+    """
     ignored = {id(parameter) for parameter in settings.get("ignored_params", ())}
-    for block in (block for module in modules for block in repeated_blocks(module)):
+    halves = [*modules]
+    blocks = [*dict.fromkeys(block for half in halves for block in repeated_blocks(half))]
+    outside = [part for half in halves for part in _outside(half, {*blocks})]
+    users = Counter(key for block in blocks for key in {*map(id, block.parameters())})
+    users += Counter({id(weight) for part in outside for weight in part.parameters(recurse=False)})
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if users[id(parameter)] > 1:
+                raise ValueError(
+                    f"The weight {name!r} of a {type(block).__name__} is a weight of other layers, too, and ranks "
+                    "gather each of these layers alone (FSDP2). Give each layer a weight of its own, override "
+                    "`parallelize_...` of the half so that it shards none of them, or take a layout of whole copies."
+                )
         if any(id(parameter) not in ignored for parameter in block.parameters()):
             fully_shard(block, mesh=mesh, **settings)
+
+
+def _outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """All parts of a module that lie in none of these blocks."""
+    if module not in blocks:
+        yield module
+        for child in module.children():
+            yield from _outside(child, blocks)
 
 
 class RoleForward(nn.Module):

@@ -15,6 +15,7 @@ from flowtrain_lightning.allocator import RoleGraph
 from flowtrain_lightning.parallel.ranks.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.tensor_plan import TensorPlan
 from flowtrain_lightning.parallel.unfilled_weights import UnfilledWeights, build_without_weights
+from flowtrain_lightning.parallel.weight_marks import keeping_marks
 
 Halves = Mapping[str, tuple[str, ...]]
 """Role -> paths of the modules that its half is made of."""
@@ -177,14 +178,16 @@ def drop_absent_roles(module: HalvedModule, resident: Collection[str]) -> None:
     named = module.named_parameters(remove_duplicate=False)
     first_names: dict[int, str] = {}
     names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
-    for role in module.role_graph.roles:
-        if role not in resident:
-            for path in module.halves[role]:
-                module.get_submodule(path).to("meta")
-    for name, first_name in names.items():
-        if module.get_parameter(name) is not module.get_parameter(first_name):
-            owner, _, own_name = name.rpartition(".")
-            setattr(module.get_submodule(owner), own_name, module.get_parameter(first_name))
+    assert isinstance(module, nn.Module)
+    with keeping_marks(module):
+        for role in module.role_graph.roles:
+            if role not in resident:
+                for path in module.halves[role]:
+                    module.get_submodule(path).to("meta")
+        for name, first_name in names.items():
+            if module.get_parameter(name) is not module.get_parameter(first_name):
+                owner, _, own_name = name.rpartition(".")
+                setattr(module.get_submodule(owner), own_name, module.get_parameter(first_name))
 
 
 def half_parameters(module: HalvedModule, role: str) -> list[nn.Parameter]:

@@ -16,6 +16,7 @@ from flowtrain_lightning.parallel.engine import HalfEngine, StepRecord
 from flowtrain_lightning.parallel.equal_copies import (
     EqualCopies,
     forgotten_in_plan,
+    needless_in_plan,
     unequal_weights,
     whole_on_tensor_ranks,
 )
@@ -49,12 +50,16 @@ class TensorParallelHalf:
         self._summed = [owner.get_parameter(name) for owner, name in summed]
         self._mesh = mesh
         self._whole = {name: weight for name, weight in names.items() if whole_on_tensor_ranks(weight)}
+        added = {id(weight) for weight in self._summed}
+        self._parts = {name: weight for name, weight in names.items() if id(weight) in added}
         self._copies: EqualCopies | None = None  # nothing is compared outside of a run
+        self._summands: EqualCopies | None = None
         self._begins = False
 
     def begin_run(self) -> None:
         """Lets the first steps from now on compare what tensor ranks hold alike."""
         self._copies = EqualCopies(self._whole, self._mesh.get_group(), self._mesh.device_type)
+        self._summands = EqualCopies(self._parts, self._mesh.get_group(), self._mesh.device_type)
         self._begins = True
 
     @property
@@ -95,11 +100,14 @@ class TensorParallelHalf:
         """Sums over data-parallel ranks, and over tensor ranks what each has a summand of.
 
         Raises:
-            ValueError: in the first steps, gradients of a weight differ that tensor ranks hold whole.
+            ValueError: in the first steps, gradients of a weight differ that tensor ranks hold whole; or summands of
+                one are equal, so that they are none.
         """
         self._across.finish_gradients(scale)
-        self.sum_shares()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self._summands is not None and (names := self._summands.equal_gradients(gradients)):
+            raise ValueError(needless_in_plan(names))
+        self.sum_shares()
         if self._copies is not None and (found := self._copies.compare_gradients(gradients)):
             raise ValueError(forgotten_in_plan(found))
 

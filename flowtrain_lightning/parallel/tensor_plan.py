@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrize
 
 from flowtrain_lightning.parallel.experts.experts import number_of_experts
 from flowtrain_lightning.parallel.sequence_parallel import TOKENS, DividedTokens, divide_tokens
@@ -134,6 +135,11 @@ def _checked_style(
     if not isinstance(layer, kind):
         raise ValueError(
             f"tensor_plan gives {name!r} the style {style!r}, but it is {type(layer).__name__}, no {kind.__name__}."
+        )
+    if parametrize.is_parametrized(layer):
+        raise ValueError(
+            f"tensor_plan gives {name!r} the style {style!r}, but its weight is computed from other parameters, as "
+            "by weight_norm, which are not divided. Leave the module out of tensor_plan, or remove the parametrization."
         )
     size = int(getattr(layer, divided))
     if size % ranks:

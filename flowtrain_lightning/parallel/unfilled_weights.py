@@ -15,6 +15,7 @@ from flowtrain_lightning.parallel.noting import noting
 from flowtrain_lightning.parallel.ranks.building_log import BuildingLog, NotedTensor, NotNotableError
 from flowtrain_lightning.parallel.ranks.random_streams import enter_stream, own_streams
 from flowtrain_lightning.parallel.regions import local_region, whole
+from flowtrain_lightning.parallel.weight_marks import keeping_marks
 
 
 class UnfilledWeights:
@@ -168,10 +169,11 @@ def _take_part(target: Tensor, source: Tensor, dtype: torch.dtype) -> None:
 
 def _replace(module: nn.Module, new: dict[int, nn.Parameter]) -> None:
     """Puts parameters in the place of others, wherever these stand: tied ones stay tied."""
-    for owner in module.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in new:
-                setattr(owner, name, new[id(parameter)])
+    with keeping_marks(module):
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) in new:
+                    setattr(owner, name, new[id(parameter)])
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

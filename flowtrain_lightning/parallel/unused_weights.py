@@ -8,7 +8,7 @@ was given to the half and that its backward has not reached, of which FSDP2 make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import count
@@ -27,6 +27,9 @@ class UnusedWeights:
         parameters: of the half, the shards.
         device_type: on which it computes.
 
+    Raises:
+        ValueError: weights that are gathered together want gradients of several types, which FSDP2 cannot sum at once.
+
     Attributes:
         numbers: of the parameters that want a gradient and that no backward of this step has reached on this rank.
         summed: modules that are gathered by themselves, by number, whose gradients backwards of this step have summed.
@@ -43,6 +46,7 @@ class UnusedWeights:
                 gathered = [each for each in _gathered_with(module) if id(each[2]) in numbers]  # of this stage
                 owned = [(numbers[id(parameter)], owner, name) for owner, name, parameter in gathered]
                 group = [entry for entry in owned if parameters[entry[0]].requires_grad]
+                _refuse_several_dtypes({parameters[number].dtype: name for number, _, name in group})
                 self._groups.append(group)
                 if module is not root and group:
                     module.register_forward_pre_hook(_want_gradient, with_kwargs=True, prepend=True)
@@ -118,6 +122,16 @@ class UnusedWeights:
                 self.numbers.discard(number)
 
 
+def _refuse_several_dtypes(names: Mapping[torch.dtype, str]) -> None:
+    """Raises for dtype -> the name of a weight that trains, of what is gathered together, with several dtypes."""
+    if len(names) > 1:
+        kinds = " and ".join(f"{name!r} is {dtype}" for dtype, name in names.items())
+        raise ValueError(
+            f"Weights that ranks gather together (FSDP2) train in several types: {kinds}. Give them one dtype where "
+            "the half is built, freeze those of the other one, or take a layout of whole copies."
+        )
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _want_gradient(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In front of FSDP2's own hook: the inputs of a block, of which one at least wants a gradient.
@@ -166,10 +180,10 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The value with what a function makes of each tensor in it that wants a gradient."""
     if isinstance(value, Tensor):
         return function(value) if value.requires_grad else value
-    if isinstance(value, dict):
-        return {**value, **{key: _mapped(function, part) for key, part in value.items()}}
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(function, part) for part in value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(function, part) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):  # named tuples too, of which their order is read
+        return tuple(_mapped(function, part) for part in value)
     return value
 
 

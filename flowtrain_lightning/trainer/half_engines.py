@@ -22,6 +22,7 @@ from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without
 from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
 from flowtrain_lightning.parallel.replicate import broadcast_copies
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
+from flowtrain_lightning.parallel.weight_marks import keeping_marks
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.trainer.attention_heads import refuse_unshared_heads
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
@@ -33,6 +34,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
     refuse_sharded_before,
+    refuse_sparse_gradients,
     refuse_unshared_sequences,
 )
 from flowtrain_lightning.trainer.stage_refusals import refuse_beside_stages
@@ -59,7 +61,8 @@ class HalfEngines:
         """
         if self._sharded is None or self._sharded[0] is not module:
             _refuse_unfit(module, trainer, job)
-            engines = _make(module, str(trainer.precision), job, device)
+            with keeping_marks(module):
+                engines = _make(module, str(trainer.precision), job, device)
             module.mark_filled()
             if not any(engine.in_lockstep for engine in engines.values()) and not _some_keep(job):
                 return engines
@@ -116,6 +119,7 @@ def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]
     refuse_frozen_backbone(layouts, module)
     refuse_scalars_in_shards(layouts, module)
+    refuse_sparse_gradients(layouts, module)
     refuse_conditional_modules(layouts, module)
     refuse_undividable_experts(layouts, module)
     refuse_padding_beside_balance(module, trainer.datamodule)  # type: ignore[attr-defined]

@@ -12,6 +12,9 @@ from flowtrain_lightning.parallel.muon import MuonAdamW
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Optimizers of `torch.optim` for which a shard of a weight is as good as the whole."""
 
+_COUPLING = ("Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
+"""Known optimizers whose step for each weight follows from all weights, of which a rank may have one half only."""
+
 _FUSED_ON_SHARDS = ("Adam", "AdamW")
 """Those whose fused kernels PyTorch runs on shards, too."""
 
@@ -44,6 +47,18 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"{type(optimizer).__name__} is not known to treat every element of a weight by itself, and ranks hold "
                 f"shards of the weights (FSDP2). Use one of {', '.join(_ELEMENTWISE)}, flow.MuonAdamW, which gathers "
                 "what it needs whole, or whole copies."
+            )
+        is_split = any(weight.is_meta for group in optimizer.param_groups for weight in group["params"])
+        if is_split and type(optimizer).__name__ in _COUPLING:
+            raise TypeError(
+                f"{type(optimizer).__name__} takes its step's size from all weights together, of which each rank has "
+                f"those of its roles. Use an optimizer that steps each weight by itself, such as {_ELEMENTWISE[2]}, or "
+                "placement='colocated' with whole copies."
+            )
+        if is_split and any(group.get("max_grad_norm") for group in optimizer.param_groups):
+            raise TypeError(
+                f"{type(optimizer).__name__}(max_grad_norm=...) clips by the norm of its own rank, which has weights "
+                "of its roles only. Set it to None or 0, and Trainer(gradient_clip_val=...), which has one norm of all."
             )
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if sharded and is_fused and type(optimizer).__name__ not in _FUSED_ON_SHARDS:

@@ -207,7 +207,7 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
 
 
 def refuse_scalars_in_shards(layouts: Mapping[str, Layout], module: FlowModule) -> None:
-    """Raises for parameters without a dimension, of which ranks cannot hold shares: not by FSDP2, nor by DeepSpeed.
+    """Raises for parameters of which ranks cannot hold shares, by FSDP2 or DeepSpeed: of no dimension, or no element.
 
     Args:
         layouts: role -> its layout.
@@ -218,11 +218,32 @@ def refuse_scalars_in_shards(layouts: Mapping[str, Layout], module: FlowModule) 
     """
     for name, parameter in module.named_parameters():
         role = role_of(name, module.halves)
-        if role is not None and parameter.ndim == 0 and layouts[role].shard != "replicate":
+        if role is not None and layouts[role].shard != "replicate" and (parameter.ndim == 0 or parameter.numel() == 0):
+            lacking = "element" if parameter.ndim else "dimension"
             raise ValueError(
-                f"The parameter {name!r} has no dimension, but the {role} has shard {layouts[role].shard!r}, in which "
-                "ranks hold shares of every weight. Make it a tensor of one element, nn.Parameter(torch.zeros(1)), or "
-                "take whole copies (shard 'replicate')."
+                f"The parameter {name!r} has no {lacking}, but the {role} has shard {layouts[role].shard!r}, in which "
+                "ranks hold shares of every weight. Make it a tensor of one element or more, such as "
+                "nn.Parameter(torch.zeros(1)), or take whole copies (shard 'replicate')."
+            )
+
+
+def refuse_sparse_gradients(layouts: Mapping[str, Layout], module: FlowModule) -> None:
+    """Raises for embeddings whose gradients are sparse, where several ranks would sum them.
+
+    Args:
+        layouts: role -> its layout.
+        module: that trains.
+
+    Raises:
+        ValueError: names the embedding, and what to do.
+    """
+    for path, part in module.named_modules():
+        role = role_of(f"{path}.", module.halves)
+        is_sparse = getattr(part, "sparse", False) is True and any(weight.requires_grad for weight in part.parameters())
+        if role is not None and is_sparse and layouts[role].ranks > 1:
+            raise ValueError(
+                f"The embedding {path!r} has sparse=True, but the {role} has {layouts[role].ranks} ranks, which sum "
+                "dense gradients. Set sparse=False."
             )
 
 

@@ -184,7 +184,7 @@ def divided_blocks(blocks: Sequence[str]) -> dict[str, TensorStyle]:
 
 
 class Divided(Deep):
-    """Halves that tensor ranks can divide."""
+    """Halves that tensor ranks can divide, with marks on some weights."""
 
     def configure_encoder(self) -> None:
         self.encoder = DividedEncoder(self.hparams["levels"], self.hparams["dropout"])
@@ -193,6 +193,18 @@ class Divided(Deep):
 
     def configure_backbone(self) -> None:
         self.backbone = DividedBackbone()
+        for block in (self.backbone.block, *self.backbone.more):
+            block.norm.weight.learns_fast = block.query.weight.learns_fast = True
+
+    def configure_optimizers(self) -> Any:
+        """Weights that carry a mark are a group of their own."""
+        configured = super().configure_optimizers()
+        optimizer, fast = configured["optimizer"], []
+        for group in optimizer.param_groups:
+            fast += [weight for weight in group["params"] if hasattr(weight, "learns_fast")]
+            group["params"] = [weight for weight in group["params"] if not hasattr(weight, "learns_fast")]
+        optimizer.add_param_group({"params": fast, "lr": 3e-2, "initial_lr": 3e-2, "weight_decay": 0.2})
+        return configured
 
     def slice_tokens(self, arguments: dict[str, Any], own: slice) -> dict[str, Any]:
         return {**arguments, "x": arguments["x"][own], "position_ids": arguments["position_ids"][own]}

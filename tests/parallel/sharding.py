@@ -6,7 +6,8 @@ from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,6 +114,62 @@ def skip_a_layer_at_last(folder: Path) -> None:
     with pytest.raises(RuntimeError) as refused, engine.backward(last=True):
         last.backward()
     write_down(folder, {"refused": str(refused.value)})
+    dist.destroy_process_group()
+
+
+class Summed(NamedTuple):
+    """A loss and its count, as users may name them."""
+
+    loss: Tensor
+    count: int
+
+
+def losses_in_containers(folder: Path) -> None:
+    """What this rank has not used, by what kind of container its forward returns the loss in."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    half = Layered()
+    engine = FullyShardedHalf({"half": half}, init_device_mesh("cpu", (dist.get_world_size(),)))
+    unused: dict[str, list[int]] = {}
+    kinds = {
+        "tuple": lambda loss: (loss, 3),
+        "list": lambda loss: [loss, 3],
+        "named tuple": lambda loss: Summed(loss, 3),
+        "mapping": lambda loss: MappingProxyType({"backbone": Summed(loss, 3)}),
+    }
+    for name, kind in kinds.items():
+        engine.begin_step()
+        found = engine.call(lambda x, kind=kind: kind(_forward(half)(x).sum()), torch.ones(3, 8))
+        loss, count = found["backbone"] if name == "mapping" else found
+        with engine.backward(last=True):
+            loss.backward()
+        unused[name] = [*sorted(engine.record.unused), *[-1] * (count != 3)]
+    write_down(folder, unused)
+    dist.destroy_process_group()
+
+
+def share_a_layer(folder: Path) -> None:
+    """What is said when two blocks, or a block and what stands behind the blocks, have a layer in common.
+
+    And when weights of a block are of several dtypes, of which one is frozen or not.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    for name in ("blocks", "outlet", "whole block", "several dtypes", "frozen dtype"):
+        half = Layered()
+        if name == "blocks":
+            half.blocks[2].widen = half.blocks[0].widen
+        elif name == "outlet":
+            half.outlet = half.blocks[0].narrow
+        elif name == "whole block":
+            half.blocks.append(half.blocks[0])  # one block that runs twice is gathered twice
+        else:
+            half.blocks[1].narrow.double().requires_grad_(name == "several dtypes")
+        try:
+            FullyShardedHalf({"half": half}, mesh)
+            said[name] = ""
+        except ValueError as error:
+            said[name] = str(error)
+    write_down(folder, said)
     dist.destroy_process_group()
 
 

@@ -31,6 +31,13 @@ def test_a_plan_that_forgets_a_weight_is_refused_with_the_line_to_write(train, k
         assert len(rank["steps"]) == after
 
 
+def test_a_plan_that_would_sum_whole_gradients_is_refused_with_the_module(train):
+    for rank in train("summed norm", "colocated 2", TENSOR):
+        assert "The gradient of 'backbone.block.norm.weight' is equal on all tensor ranks" in rank["said"]
+        assert "What 'backbone.block.norm' computes is whole on every rank: leave it out" in rank["said"]
+        assert not rank["steps"]
+
+
 def test_weights_that_start_unlike_are_refused_before_the_first_step(train):
     for rank in train("start", "colocated 2", TENSOR):
         assert "'backbone.more.1.norm.bias' differs between tensor ranks" in rank["said"]

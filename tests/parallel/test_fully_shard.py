@@ -60,6 +60,19 @@ def test_layers_that_only_the_last_backward_leaves_out_are_refused_with_replicas
         assert "last backward has left out layers" in found["refused"]
 
 
+def test_a_loss_counts_its_weights_as_used_in_whatever_container_it_is_returned(tmp_path):
+    for found in ran(tmp_path, "losses_in_containers"):
+        assert found == {"tuple": [], "list": [], "named tuple": [], "mapping": []}
+
+
+def test_weights_that_cannot_be_gathered_or_summed_together_are_refused(tmp_path):
+    for said in ran(tmp_path, "share_a_layer"):
+        assert "The weight 'widen.weight' of a Layer is a weight of other layers, too" in said["blocks"]
+        assert "The weight 'narrow.weight' of a Layer is a weight of other layers, too" in said["outlet"]
+        assert said["whole block"] == said["frozen dtype"] == ""
+        assert "'bias' is torch.float32 and 'bias' is torch.float64" in said["several dtypes"]
+
+
 def test_offloading_to_host_memory_changes_no_gradient(tmp_path):
     for found in ran(tmp_path, "offload_parameters"):
         assert found["True"] == found["False"] > 0

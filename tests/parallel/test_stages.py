@@ -15,6 +15,7 @@ from flowtrain_lightning.parallel.stages.stage_cut import cut_half, drop_other_s
 from flowtrain_lightning.parallel.stages.stage_forward import StageForward
 
 WIDTH, VOCABULARY = 6, 11
+ZB_V = StageSchedule(2, 2, "zb-v")
 
 
 class Block(nn.Module):
@@ -173,6 +174,25 @@ def test_a_half_of_too_few_blocks_is_refused_with_the_number_that_would_do():
         ValueError, match=re.escape("has pipeline 3, with 2 runs of layers each, but 4 repeated blocks")
     ):
         cut_half(Whole(), "backbone", 0, StageSchedule(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("shared", "pipeline", "stages"),
+    [((0, 1), StageSchedule(4), "0 and 1"), ((0, 1, 3), StageSchedule(4), "0, 1 and 3"), ((0, 1), ZB_V, "0 and 1")],
+)
+def test_a_weight_of_blocks_in_several_stages_is_refused_where_nobody_sums_it(shared, pipeline, stages):
+    module = Whole()
+    for number in shared:
+        module.backbone.layers[number].inner = module.backbone.layers[0].inner
+    for stage in range(pipeline.stages):
+        with pytest.raises(ValueError, match=re.escape(f"'backbone.layers.0.inner.weight' is used in stages {stages}")):
+            cut_half(module, "backbone", stage, pipeline)
+
+
+def test_a_weight_of_blocks_in_the_first_and_the_last_stage_is_one_of_both():
+    module = Whole()
+    module.backbone.layers[3].inner = module.backbone.layers[0].inner
+    assert "backbone.layers.0.inner.weight" in cut_half(module, "backbone", 0, StageSchedule(4)).ties
 
 
 def test_blocks_that_read_more_than_hidden_states_are_refused_with_a_weight():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils.parametrizations import weight_norm
 
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.gradients import local_gradient
@@ -33,6 +34,7 @@ REFUSED: dict[str, TensorPlan] = {
     "an unknown style": {"half.scores": "diagonal"},  # type: ignore[dict-item]
     "another kind of module": {"half.words": "colwise"},
     "an odd width": {"half.odd": "colwise"},
+    "a weight that is computed": {"half.scaled": "colwise"},
     "one of two that are tied": {"half.words": "embedding_rowwise"},
     "all tokens where none are divided": {"half.layers.0": "all_tokens"},
     "all tokens of experts": {"half.mixture": "all_tokens"},
@@ -72,6 +74,7 @@ class Words(nn.Module):
         self.words, self.scores = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
         self.layers = nn.Sequential(Widening(), Widening())
         self.odd = nn.Linear(4, 3)
+        self.scaled = weight_norm(nn.Linear(4, 4))
         self.attention = OneKeyHead()
         self.mixture = nn.ModuleDict({"experts": Perceptrons()})
         self.scores.weight = self.words.weight
@@ -134,6 +137,7 @@ SENTENCES = {
     "an unknown style": "'half.scores' the style 'diagonal'; known are colwise, rowwise",
     "another kind of module": "'half.words' the style 'colwise', but it is Embedding, no Linear",
     "an odd width": "'half.odd' has out_features 3, which 2 tensor ranks cannot divide evenly",
+    "a weight that is computed": "'half.scaled' the style 'colwise', but its weight is computed from other parameters",
     "a part of a key head": "'half.attention.k_proj.weight' makes 1 key and value heads, which 2 tensor ranks cannot",
     "all tokens where none are divided": "the layer that it is part of has no style 'divided_tokens'",
     "all tokens of experts": "'half.mixture' the style 'all_tokens', but it has experts, to which each tensor rank",

@@ -35,6 +35,13 @@ class ForgetsOneHeadNorm(Divided):
         return {**plan, "backbone.more.0.head_norm": "replicated_with_grad_allreduce"}
 
 
+class SumsNorm(Divided):
+    """Its plan takes a norm that sees all for one that sees a share of the heads."""
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        return {**super().tensor_plan(role, ranks), f"{role}.block.norm": "replicated_with_grad_allreduce"}
+
+
 class Adapted(nn.Module):
     """A linear layer beside two narrow factors, of which the second one begins with zeros."""
 
@@ -200,6 +207,7 @@ def _with(backbone: type[DividedBackbone], couples: tuple[str, ...] = ()) -> typ
 KINDS: dict[str, type[Divided]] = {
     "head norm": ForgetsHeadNorm,
     "one head norm": ForgetsOneHeadNorm,
+    "summed norm": SumsNorm,
     "adapter": ForgetsAdapter,
     "start": UnlikeStart,
     "right": Divided,

@@ -24,6 +24,7 @@ from flowtrain_lightning.trainer.refusals import (
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
     refuse_sharded_before,
+    refuse_sparse_gradients,
     refuse_unshared_sequences,
 )
 from tests.exactness.hearing import SeeingAndHearing, memory_data
@@ -51,6 +52,28 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_on_shards(sharded: nn.
 def test_a_fused_kernel_that_takes_no_shards_is_refused(sharded: nn.Module, kind: Any) -> None:
     with pytest.raises(TypeError, match=rf"{kind.__name__}\(fused=True\) was given, .* Leave `fused` out"):
         refuse_optimizers([kind(sharded.parameters(), lr=0.1, fused=True)])
+
+
+class Prodigy(torch.optim.SGD):
+    """Of the name of an optimizer that takes one size of steps from all weights."""
+
+
+class Lamb(torch.optim.SGD):
+    """Clips by itself, as some do."""
+
+    def __init__(self, *args: Any, max_grad_norm: float | None = 1.0, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.param_groups[0]["max_grad_norm"] = max_grad_norm
+
+
+def test_an_optimizer_that_couples_weights_is_refused_where_some_are_on_other_ranks() -> None:
+    whole = [*nn.Linear(2, 2).parameters()]
+    split = [*whole, *nn.Linear(2, 2, device="meta").parameters()]
+    refuse_optimizers([Prodigy(whole, lr=0.1), Lamb(whole, lr=0.1), Lamb(split, lr=0.1, max_grad_norm=None)])
+    with pytest.raises(TypeError, match="Prodigy takes its step's size from all weights together"):
+        refuse_optimizers([Prodigy(split, lr=0.1)])
+    with pytest.raises(TypeError, match=r"Lamb\(max_grad_norm=...\) clips by the norm of its own rank"):
+        refuse_optimizers([Lamb(split, lr=0.1)])
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
@@ -88,6 +111,28 @@ def test_a_parameter_without_a_dimension_cannot_be_shared(shard: Any) -> None:
     refuse_scalars_in_shards(layouts, module)
     with pytest.raises(ValueError, match=rf"'backbone.block.scale' has no dimension, .*{shard}.*torch.zeros\(1\)"):
         refuse_scalars_in_shards({**layouts, "backbone": Layout(2, shard=shard)}, module)
+
+
+def test_a_parameter_without_an_element_cannot_be_shared() -> None:
+    module = TinyVLM()
+    module.configure_model()
+    module.backbone.block.rest = nn.Parameter(torch.zeros(0, 4))
+    layouts = {"encoder": Layout(2, shard="fsdp"), "backbone": Layout(2)}
+    refuse_scalars_in_shards(layouts, module)
+    with pytest.raises(ValueError, match=r"'backbone.block.rest' has no element, .*'fsdp'"):
+        refuse_scalars_in_shards({**layouts, "backbone": Layout(2, shard="fsdp")}, module)
+
+
+def test_sparse_gradients_are_refused_where_several_ranks_would_sum_them() -> None:
+    module = TinyVLM()
+    module.configure_model()
+    module.backbone.embed = nn.Embedding(8, 4, sparse=True)
+    layouts = {"encoder": Layout(2), "backbone": Layout(1)}
+    refuse_sparse_gradients(layouts, module)
+    with pytest.raises(ValueError, match=r"'backbone\.embed' has sparse=True, but the backbone has 2 ranks"):
+        refuse_sparse_gradients({**layouts, "backbone": Layout(1, pipeline=2)}, module)
+    module.backbone.embed.requires_grad_(False)
+    refuse_sparse_gradients({**layouts, "backbone": Layout(2)}, module)
 
 
 def test_sequences_that_nobody_slices_are_refused_with_context_ranks() -> None:

@@ -6,7 +6,7 @@ Names stay. What another stage holds has no memory here (meta device), as the ha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from flowtrain_lightning.allocator import StageSchedule
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+from flowtrain_lightning.parallel.weight_marks import keeping_marks
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedul
         pipeline: all stages of the half.
 
     Raises:
-        ValueError: there are fewer blocks than chunks.
+        ValueError: there are fewer blocks than chunks, or other stages than the first and the last share a weight.
     """
     blocks = _blocks(module, role)
     count, virtual, last = pipeline.runs, pipeline.chunks, pipeline.last
@@ -113,6 +114,9 @@ def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedul
             absent.add(name)
     both = {0, last} if last else {-1}  # none, where one stage has both ends
     ties = tuple(name for name, key in names.items() if name in known and both <= holders[key])
+    for name, key in names.items():
+        if len(holders[key]) > 1 and holders[key] != both:
+            _refuse_shared(name, role, holders[key], last)
     own = tuple(chunks[pipeline.number(stage, chunk)] for chunk in range(virtual))
     held = frozenset(names.keys() - absent)
     return StageCut(role, stage, pipeline, blocks, own, held, frozenset(absent), frozenset(before & known), ties)
@@ -122,15 +126,26 @@ def drop_other_stages(module: HalvedModule, cut: StageCut) -> None:
     """Leaves what other stages hold without memory. Tied parameters stay tied."""
     assert isinstance(module, nn.Module)
     empty: dict[int, nn.Parameter] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if name in cut.absent and not parameter.is_meta:
-            if id(parameter) not in empty:
-                without = torch.empty_like(parameter.data, device="meta")
-                empty[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
-            _set(module, name, empty[id(parameter)])
+    with keeping_marks(module):
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if name in cut.absent and not parameter.is_meta:
+                if id(parameter) not in empty:
+                    without = torch.empty_like(parameter.data, device="meta")
+                    empty[id(parameter)] = nn.Parameter(without, parameter.requires_grad)
+                _set(module, name, empty[id(parameter)])
     for name, buffer in list(module.named_buffers()):
         if name in cut.absent:
             _set(module, name, buffer.to("meta"))
+
+
+def _refuse_shared(name: str, role: str, stages: Collection[int], last: int) -> None:
+    """Refuses a weight whose gradient several stages would have parts of, and nobody would sum."""
+    *others, final = map(str, sorted(stages))
+    summed = f"only what stages 0 and {last} share, as embedding and head do, is" if last else "none of these are"
+    raise ValueError(
+        f"The weight {name!r} is used in stages {', '.join(others)} and {final} of the {role}, and of the gradients of "
+        f"several stages {summed} summed. Give each block a weight of its own, or set pipeline to 1."
+    )
 
 
 def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
