@@ -22,7 +22,6 @@ from flowtrain_lightning.models.liger import Kernels, refuse_unknown_kernels, us
 from flowtrain_lightning.models.own_forward import own_outputs, refuse_seeing_ahead
 from flowtrain_lightning.models.packed_attention import pack_attention, refuse_attention_dropout, sequence_bounds
 from flowtrain_lightning.models.packed_scans import refuse_sharing
-from flowtrain_lightning.models.processor import copy_processor
 from flowtrain_lightning.models.published_config import (
     end_token,
     image_token_id,
@@ -290,8 +289,8 @@ class HuggingFaceVLM(ReadingModule):
             folder: is made where it is not there.
         """
         self.model.save_pretrained(folder)
-        if self.hparams["processor"] is not None:
-            copy_processor(self.hparams["processor"], Path(folder))
+        if self.processor is not None:
+            self.processor.copy_to(Path(folder))
 
     @property
     def _text(self) -> Any:

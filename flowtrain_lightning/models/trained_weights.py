@@ -69,6 +69,16 @@ def keep_frozen_in_bf16(model: nn.Module) -> None:
     for layer in layers:
         if not any(weight.requires_grad or id(weight) in others for weight in layer.parameters()):
             layer.to(torch.bfloat16)
+            layer.register_forward_pre_hook(_refuse_thawed)
+
+
+def _refuse_thawed(layer: nn.Module, _: Any) -> None:
+    """Raises a ValueError where weights that were to stay frozen train: bfloat16 loses nearly all of small updates."""
+    if any(weight.requires_grad for weight in layer.parameters()):
+        raise ValueError(
+            f"frozen_in_bf16 keeps weights that do not train in bfloat16, but those of a {type(layer).__name__} train "
+            "since, whose updates would be rounded away. Leave frozen_in_bf16 out where weights are thawed later."
+        )
 
 
 def _rounds(name: str, module: nn.Module) -> bool:

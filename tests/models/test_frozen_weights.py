@@ -57,3 +57,15 @@ def test_another_precision_is_refused(tmp_path):
     trainer = trainer_for("auto", max_steps=1)
     with pytest.raises(ValueError, match=r"frozen_in_bf16 keeps weights in bfloat16, but .*'32-true'"):
         trainer.fit(module, datamodule=tiny_data(tmp_path, global_batch_size=2))
+
+
+def test_weights_that_train_later_are_refused(tmp_path):
+    family = FAMILIES["qwen2_vl"]
+    module = family.kind(family.config, frozen="model.visual", frozen_in_bf16=True)
+    module.configure_model()
+    samples = Samples(tmp_path, family)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(module, samples)
+        module.model.model.visual.requires_grad_(True)  # as `on_train_epoch_start` may do
+        with pytest.raises(ValueError, match=r"frozen_in_bf16 .* of a Linear train since.*Leave frozen_in_bf16 out"):
+            ours(module, samples)
