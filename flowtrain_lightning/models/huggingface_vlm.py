@@ -38,6 +38,7 @@ from flowtrain_lightning.models.trained_weights import (
     adapters_as_dictionary,
     add_adapters,
     keep_frozen_in_bf16,
+    save_in_widest,
 )
 from flowtrain_lightning.packing_check.twins import CheckedTwin
 from flowtrain_lightning.parallel import TensorPlan
@@ -288,7 +289,7 @@ class HuggingFaceVLM(ReadingModule):
         Args:
             folder: is made where it is not there.
         """
-        self.model.save_pretrained(folder)
+        save_in_widest(self.model, folder)
         if self.processor is not None:
             self.processor.copy_to(Path(folder))
 
