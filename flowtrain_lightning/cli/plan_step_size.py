@@ -12,8 +12,8 @@ from flowtrain_lightning.allocator import PlanningError, Workload
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.sample_stream import usual_microbatches
 
-_MOST_SAMPLES = 1_000_000
-"""Of a step: a minute's work."""
+_MOST_SAMPLES = 100_000
+"""Of a step: some minutes' work."""
 
 
 def add_step_size(parser: argparse.ArgumentParser) -> None:
