@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from flowtrain_lightning.data.records.conversation import TokenSequence
 from flowtrain_lightning.data.records.formats import Record
 from flowtrain_lightning.data.sources.index import IndexConfig
 from flowtrain_lightning.data.sources.naming import open_stores
 from flowtrain_lightning.data.sources.record_store import locations_of
+from flowtrain_lightning.data.sources.stream_of_samples import StreamPosition
 from flowtrain_lightning.data.sources.stream_source import StreamSource
 from flowtrain_lightning.data.sources.table_rows import row_as_record
-from tests.data.support import MEASURE
+from tests.data.support import MEASURE, TEMPLATE
 
 
 def calling(name: str, **arguments: Any) -> dict[str, Any]:
@@ -58,11 +61,21 @@ def test_a_call_of_a_tool_has_its_own_arguments_alone(write, tmp_path):
     ]
 
 
+class WithoutTools:
+    """Writes turns alone."""
+
+    fingerprint = "without tools"
+
+    def sequence(self, record: Record, *read: Any, **asked: Any) -> TokenSequence:
+        turns = tuple(replace(turn, others={}) for turn in record.turns)
+        return TEMPLATE.sequence(replace(record, turns=turns, others={}), *read, **asked)
+
+
 def test_rows_of_a_stream_have_the_arguments_that_were_written():
     stream = datasets.Dataset.from_list(RECORDS).to_iterable_dataset()
-    source = StreamSource(stream, MEASURE, 100, IndexConfig())
-    rows = [source._parsed(row, number) for number, row in enumerate(source._stream.from_row(0, 0))]
-    assert [record.turns[1].others["tool_calls"] for record in rows] == [
+    source = StreamSource(stream, replace(MEASURE, template=WithoutTools()), 100, IndexConfig())
+    source.begin(0, StreamPosition())
+    assert [record.turns[1].others["tool_calls"] for record in source.records(range(3))] == [
         record["messages"][1]["tool_calls"] for record in RECORDS
     ]
 
