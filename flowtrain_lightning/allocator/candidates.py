@@ -315,13 +315,14 @@ def why_heads_cannot_be_shared(role: str, heads: int, tensor: int, context: int)
 def _with_experts_divided(problem: RoleProblem, family: Family, degrees: Sequence[int]) -> Iterator[Family]:
     """The family with every number of ranks among which its mixture's experts may be divided."""
     mixtures = [part.experts.count for part in problem.half.layers if part.experts is not None]
+    of_group = None if family.group is None else family.group // family.context  # context ranks divide no experts
     for degree in degrees:
         if degree == 1:
             yield family
             continue
         possible = family.data % degree == 0
         whole = all(count % (degree * family.tensor) == 0 for count in mixtures)
-        fits = whole and (family.group or degree) % degree == 0
+        fits = whole and (of_group is None or of_group % degree == 0)
         if mixtures and fits and possible.any():
             yield replace(family, data=family.data[possible], expert=degree)
 

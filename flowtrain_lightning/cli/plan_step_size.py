@@ -12,6 +12,9 @@ from flowtrain_lightning.allocator import PlanningError, Workload
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.sample_stream import usual_microbatches
 
+_MOST_SAMPLES = 100_000
+"""Of a step: some minutes' work."""
+
 
 def add_step_size(parser: argparse.ArgumentParser) -> None:
     """Adds ``--encoder-budget``, and ``--batch`` and ``--microbatches``, of which one can be given."""
@@ -52,7 +55,8 @@ def in_steps(workload: Workload, options: argparse.Namespace, *, is_assumed: boo
         is_assumed: nothing is known of the data, nor how many tokens they have.
 
     Raises:
-        PlanningError: a number below 1, or samples are to be grouped that have nothing in common.
+        PlanningError: a number below 1 or of more samples than can be played, or samples are to be grouped that have
+            nothing in common.
     """
     if options.group_by is not None:
         if not any(len(np.unique(numbers)) < len(numbers) for numbers in workload.content.values()):
@@ -63,7 +67,17 @@ def in_steps(workload: Workload, options: argparse.Namespace, *, is_assumed: boo
             )
         workload = replace(workload, together=True)
     if options.batch is not None:
-        return replace(workload, global_batch_size=options.batch)
+        return _playable(replace(workload, global_batch_size=options.batch))
     tokens = inf if is_assumed else float(workload.tokens.sum())
     wanted = options.microbatches
-    return workload.filling(usual_microbatches(tokens, workload.token_budget) if wanted is None else wanted)
+    filled = usual_microbatches(tokens, workload.token_budget) if wanted is None else wanted
+    return _playable(workload.filling(filled))
+
+
+def _playable(workload: Workload) -> Workload:
+    if workload.global_batch_size > _MOST_SAMPLES:
+        raise PlanningError(
+            f"A step would have {workload.global_batch_size:,} samples, more than the {_MOST_SAMPLES:,} that can be "
+            "played; lower --batch, --microbatches or the token budget."
+        )
+    return workload

@@ -22,7 +22,6 @@ from flowtrain_lightning.models.liger import Kernels, refuse_unknown_kernels, us
 from flowtrain_lightning.models.own_forward import own_outputs, refuse_seeing_ahead
 from flowtrain_lightning.models.packed_attention import pack_attention, refuse_attention_dropout, sequence_bounds
 from flowtrain_lightning.models.packed_scans import refuse_sharing
-from flowtrain_lightning.models.processor import copy_processor
 from flowtrain_lightning.models.published_config import (
     end_token,
     image_token_id,
@@ -39,6 +38,7 @@ from flowtrain_lightning.models.trained_weights import (
     adapters_as_dictionary,
     add_adapters,
     keep_frozen_in_bf16,
+    save_in_widest,
 )
 from flowtrain_lightning.packing_check.twins import CheckedTwin
 from flowtrain_lightning.parallel import TensorPlan
@@ -289,9 +289,9 @@ class HuggingFaceVLM(ReadingModule):
         Args:
             folder: is made where it is not there.
         """
-        self.model.save_pretrained(folder)
-        if self.hparams["processor"] is not None:
-            copy_processor(self.hparams["processor"], Path(folder))
+        save_in_widest(self.model, folder)
+        if self.processor is not None:
+            self.processor.copy_to(Path(folder))
 
     @property
     def _text(self) -> Any:

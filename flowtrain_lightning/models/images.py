@@ -98,7 +98,7 @@ def _tiles(kind: str, processor: Any, config: Any, model: str | Path) -> ImagePr
 
 def _check_pixels(processor: Any, model: str | Path) -> None:
     """Refuses what `ImageProcessor` does not do: it scales by bicubic filtering, divides by 255 and normalizes."""
-    usual = {"resample": 3, "rescale_factor": 1 / 255, "do_rescale": True, "do_normalize": True}
+    usual = {"do_resize": True, "resample": 3, "rescale_factor": 1 / 255, "do_rescale": True, "do_normalize": True}
     unusual = [name for name, value in usual.items() if not math.isclose(getattr(processor, name), value)]
     if unusual:
         said = ", ".join(f"{name}={getattr(processor, name)!r}" for name in unusual)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +84,11 @@ class Processor:
         """The processor of images."""
         if self._is_known:
             return images_of(self._model, *self._bounds)
+        if self._bounds != (None, None):
+            raise ValueError(
+                f"The images of {self._model} are made by its own image processor, which min_pixels and max_pixels do "
+                "not change; leave them out, or change the sizes in a copy of its preprocessor_config.json."
+            )
         return counted_by_words(own_images(self._whole, self._config), self._asked_words[0])
 
     @cached_property
@@ -93,6 +100,21 @@ class Processor:
     def audio(self) -> AudioProcessor | None:
         """The processor of audio; None of a model that does not hear."""
         return None if self._is_known else own_audio(self._model, self._config)
+
+    def copy_to(self, folder: Path) -> None:
+        """Writes what a model reads into the folder of another that reads alike, sizes of images as they are used here.
+
+        Args:
+            folder: to write into.
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        copy_processor(self._model, folder)
+        names = ("shortest_edge", "longest_edge")
+        given = {name: pixels for name, pixels in zip(names, self._bounds, strict=True) if pixels is not None}
+        if given:
+            _set_sizes_of_images(folder, given)
 
     def read(self) -> Self:
         """Builds all parts, so that what cannot be read is told now.
@@ -155,13 +177,8 @@ def template_of(model: str | Path) -> ProcessorTemplate:
     return Processor(model).template
 
 
-_FILES = (
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
+_MEDIA_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+_FILES = ("chat_template.jinja", "chat_template.json", "processor_config.json", *_MEDIA_FILES)
 """Of a processor, beside those of its tokenizer."""
 
 
@@ -184,6 +201,25 @@ def copy_processor(model: str | Path, folder: Path) -> None:
         found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
         if found is not None:
             shutil.copy(found, folder / name)
+
+
+def _set_sizes_of_images(folder: Path, size: Mapping[str, int]) -> None:
+    """Changes the bounds of Qwen's images in the files of a processor; those of videos stay as they are."""
+    whole, images, videos = (folder / name for name in ("processor_config.json", *_MEDIA_FILES))
+    if images.is_file():
+        if not videos.is_file():  # whose bounds are then read from the file of images
+            shutil.copy(images, videos)
+        images.write_text(json.dumps(_with_size(json.loads(images.read_text()), size), indent=2))
+    if whole.is_file() and "image_processor" in (settings := json.loads(whole.read_text())):
+        settings["image_processor"] = _with_size(settings["image_processor"], size)
+        whole.write_text(json.dumps(settings, indent=2))
+
+
+def _with_size(settings: dict[str, Any], size: Mapping[str, int]) -> dict[str, Any]:
+    """Settings of an image processor with other bounds, which older files call ``min_pixels`` and ``max_pixels``."""
+    older = {"shortest_edge": settings.pop("min_pixels", None), "longest_edge": settings.pop("max_pixels", None)}
+    known = {name: pixels for name, pixels in older.items() if pixels is not None}
+    return {**settings, "size": {**(settings.get("size") or {}), **known, **size}}
 
 
 def _tokenizer(model: str | Path) -> Any:

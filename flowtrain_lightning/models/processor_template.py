@@ -149,7 +149,7 @@ class ProcessorTemplate:
         except ValueError as error:
             raise DataError(f"{record.where}: {error}.") from None
         try:
-            return self._tokens(written, record, rows, videos)
+            return self._tokens(written, record, rows, videos, prompt)
         except ForgedTokenError as error:
             raise DataError(f"{record.where}: {error}.") from None
 
@@ -273,7 +273,7 @@ class ProcessorTemplate:
     # ---- from text to tokens --------------------------------------------------------------------------------------
 
     def _tokens(
-        self, written: _Written, record: Record, rows: IntArray, videos: VideoProcessor | None
+        self, written: _Written, record: Record, rows: IntArray, videos: VideoProcessor | None, prompt: bool
     ) -> TokenSequence:
         """The text with its media written out; tokens that overlap a learned span are learned."""
         pieces = _split(written, self._placeholder)
@@ -288,8 +288,9 @@ class ProcessorTemplate:
                 starts.append(len(text))
                 text += self._special.told(words)
                 counts += often
-        outside = ([], []) if self._begins_itself(written.text) else self._around
-        return self._expanded(text, spans, starts, counts, rows, outside)
+        before, behind = ([], []) if self._begins_itself(written.text) else self._around
+        # A prompt is gone on with, so nothing may end it.
+        return self._expanded(text, spans, starts, counts, rows, (before, [] if prompt else behind))
 
     def _words_for(self, item: NamedMedia, rows: int, videos: VideoProcessor | None) -> tuple[str, list[int]]:
         """What is written for a media item, and how often each token in it that stands for features counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,34 @@ def keep_frozen_in_bf16(model: nn.Module) -> None:
     for layer in layers:
         if not any(weight.requires_grad or id(weight) in others for weight in layer.parameters()):
             layer.to(torch.bfloat16)
+            layer.register_forward_pre_hook(_refuse_thawed)
+
+
+def save_in_widest(model: Any, folder: str | Path) -> None:
+    """Saves a model whose config names the widest dtype of its weights: opened again, none of them is rounded.
+
+    ``transformers`` names that of the first weight, which may be one that is kept in bfloat16.
+
+    Args:
+        model: a ``transformers.PreTrainedModel``.
+        folder: is made where it is not there.
+    """
+    model.save_pretrained(folder)
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    file = Path(folder) / "config.json"  # which adapters alone have not
+    if len(dtypes) > 1 and file.is_file():
+        widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**settings, "dtype": str(widest).removeprefix("torch.")}, indent=2) + "\n")
+
+
+def _refuse_thawed(layer: nn.Module, _: Any) -> None:
+    """Raises a ValueError where weights that were to stay frozen train: bfloat16 loses nearly all of small updates."""
+    if any(weight.requires_grad for weight in layer.parameters()):
+        raise ValueError(
+            f"frozen_in_bf16 keeps weights that do not train in bfloat16, but those of a {type(layer).__name__} train "
+            "since, whose updates would be rounded away. Leave frozen_in_bf16 out where weights are thawed later."
+        )
 
 
 def _rounds(name: str, module: nn.Module) -> bool:

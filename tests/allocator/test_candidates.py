@@ -89,3 +89,14 @@ def test_the_front_of_memory_and_time_beats_every_candidate_of_as_many_devices(t
         assert (np.diff(table.bytes[front]) < 0).all()
         for size, seconds in zip(table.bytes[among], table.seconds[among], strict=True):
             assert table.seconds[front[table.bytes[front] <= size]].min() <= seconds
+
+
+def test_ranks_that_divide_experts_are_data_ranks_of_one_group_that_shares_weights():
+    backbone = problems("qwen3-vl-30b-a3b", devices=128, token_budget=65_536)["backbone"]
+    long = replace(backbone, load=replace(backbone.load, lengths=np.full(64, 40_000)))
+    families = [family for family in families_of(long, SearchSpace()) if family.group and family.expert > 1]
+    assert {family.context for family in families} >= {1, 2, 4}
+    for family in families:
+        for number in range(len(family.data)):
+            layout = family.layout(number)  # which refuses others
+            assert layout.data // layout.replicas % family.expert == 0

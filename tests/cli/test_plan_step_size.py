@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
+import pytest
 
-from flowtrain_lightning.allocator import ROLES, Allocation, Layout, Workload
+from flowtrain_lightning.allocator import ROLES, Allocation, Layout, PlanningError, Workload
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
 from flowtrain_lightning.data.steps.token_stream import TokenStream
 from flowtrain_lightning.placement.drawn_steps import steps_of
@@ -43,3 +44,10 @@ def test_a_number_of_samples_or_of_microbatches_is_that_of_a_step():
     assert in_steps(workload, asked("--batch", "24"), is_assumed=False).microbatches is None
     assert in_steps(workload, asked("--batch", "24"), is_assumed=False).global_batch_size == 24
     assert in_steps(workload, asked("--microbatches", "6"), is_assumed=False).microbatches == 6
+
+
+@pytest.mark.parametrize("size", [("--batch", "100001"), ("--microbatches", "20000")], ids=" ".join)
+def test_more_samples_than_can_be_played_are_refused(size):
+    workload = Workload(np.full(100, 50), {}, token_budget=500)
+    with pytest.raises(PlanningError, match=r"A step would have .* more than the 100,000 that can"):
+        in_steps(workload, asked(*size), is_assumed=False)

@@ -16,7 +16,7 @@ from tests.models.test_families import Samples, ours
 from tests.models.tiny import FAMILIES
 from tests.tiny import tiny_data, write_records
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear", "init_lora_weights": False}
@@ -57,3 +57,27 @@ def test_another_precision_is_refused(tmp_path):
     trainer = trainer_for("auto", max_steps=1)
     with pytest.raises(ValueError, match=r"frozen_in_bf16 keeps weights in bfloat16, but .*'32-true'"):
         trainer.fit(module, datamodule=tiny_data(tmp_path, global_batch_size=2))
+
+
+def test_weights_that_train_later_are_refused(tmp_path):
+    family = FAMILIES["qwen2_vl"]
+    module = family.kind(family.config, frozen="model.visual", frozen_in_bf16=True)
+    module.configure_model()
+    samples = Samples(tmp_path, family)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(module, samples)
+        module.model.model.visual.requires_grad_(True)  # as `on_train_epoch_start` may do
+        with pytest.raises(ValueError, match=r"frozen_in_bf16 .* of a Linear train since.*Leave frozen_in_bf16 out"):
+            ours(module, samples)
+
+
+def test_a_folder_whose_first_weight_is_in_bf16_opens_without_rounding_others(tmp_path):
+    family = FAMILIES["qwen2_vl"]
+    module = family.kind(family.config, frozen="model.visual", frozen_in_bf16=True)
+    module.configure_model()
+    module.model.model.visual.patch_embed.bfloat16()  # a linear layer in other families
+    assert module.model.dtype == torch.bfloat16
+    module.save_pretrained(tmp_path)
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    for name, weight in module.model.state_dict().items():
+        assert again.state_dict()[name].float().equal(weight.float()), name

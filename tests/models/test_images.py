@@ -85,6 +85,7 @@ def test_what_is_left_beside_whole_patches_is_cut_off_as_by_the_tower(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"do_resize": False}, r"has do_resize=False, which cannot be followed"),
         ({"resample": 2}, r"has resample=2, which cannot be followed \(only resample=3\)"),
         ({"do_normalize": False, "rescale_factor": 1.0}, r"has rescale_factor=1.0, do_normalize=False, which"),
     ],

@@ -162,6 +162,30 @@ def test_a_saved_folder_reads_as_the_model_that_it_came_from(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned").chat_template == template
 
 
+@pytest.mark.parametrize("bounds", [{"max_pixels": 20_000}, {"min_pixels": 4_000, "max_pixels": 9_000}], ids=str)
+@pytest.mark.parametrize("files", ["as published before", "as published today"])
+def test_a_saved_folder_reads_images_of_the_size_that_the_user_gave(tmp_path, bounds, files):
+    base = published(tmp_path / "model", "qwen2_5_vl")
+    images = base / "preprocessor_config.json"
+    settings = json.loads(images.read_text())
+    if files == "as published before":
+        settings |= {"min_pixels": settings["size"]["shortest_edge"], "max_pixels": settings["size"]["longest_edge"]}
+        images.write_text(json.dumps(settings))
+    else:
+        images.unlink()
+        (base / "processor_config.json").write_text(json.dumps({"image_processor": settings, "video_processor": {}}))
+    model = flow.models.from_pretrained(base, **bounds)
+    model.configure_model()
+    model.save_pretrained(tmp_path / "tuned")
+    again = flow.models.from_pretrained(tmp_path / "tuned")
+    assert again.images.fingerprint == model.images.fingerprint
+    assert again.videos == model.videos
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path / "tuned", backend="pil")
+    assert theirs.size["longest_edge"] == bounds["max_pixels"]
+    sides = [again.images.size(900, 700), again.images.size(9, 9)]
+    assert [theirs.get_number_of_image_patches(*each, {}) for each in ((900, 700), (9, 9))] == [h * w for h, w in sides]
+
+
 def test_what_the_user_gives_comes_before_what_the_model_says(tmp_path, records):
     module = flow.models.from_pretrained(published(tmp_path / "model", "qwen2_5_vl"))
     data = data_of(records, template=ChatTemplate(end="<|im_end|>"))

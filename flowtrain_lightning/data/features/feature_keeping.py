@@ -10,6 +10,7 @@ from typing import Protocol
 
 from flowtrain_lightning.data.batch import PackedMedia, RankShard
 from flowtrain_lightning.data.features.feature_store import FeaturesNotKept, FeatureStore, KeepFeatures
+from flowtrain_lightning.data.features.written_code import code_of
 from flowtrain_lightning.data.fingerprint import fingerprint
 
 _log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
@@ -45,7 +46,9 @@ def keeping_of(
     fingerprint_of = getattr(module, "encoder_fingerprint", None)
     if settings is None or fingerprint_of is None:
         return None
-    read = [(type(each).__qualname__, each.fingerprint) for each in processors if each is not None]
+    read = [
+        (*code_of([type(each)]), type(each).__qualname__, each.fingerprint) for each in processors if each is not None
+    ]
     return FeatureKeeping(settings, fingerprint(read), shard, fingerprint_of)
 
 

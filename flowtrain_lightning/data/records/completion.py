@@ -49,5 +49,7 @@ class Completion:
         before, said = Part(self.prompt), Part(self.text.removesuffix(end))
         given = encoder.encode([before], whole=True)
         ids = given if prompt else encoder.encode([before, said, Part(end, own=True)], whole=True)
+        if not prompt and not end:
+            ids = [*ids, *encoder.behind]  # which ends it as well
         same = next((at for at, pair in enumerate(zip(given, ids, strict=False)) if pair[0] != pair[1]), len(given))
         return np.asarray(ids, dtype=np.int64), np.arange(len(ids)) >= same

@@ -6,7 +6,7 @@ Whatever else a record holds is passed over, if it says nothing of training and 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from itertools import chain
 from typing import Any
 
@@ -165,7 +165,7 @@ def _are_as_many(value: Any, ids: Any) -> bool:
     )
 
 
-def _picture_in(value: Any, read: Collection[str], deep: int) -> str | None:
+def _picture_in(value: Any, read: Set[str], deep: int) -> str | None:
     """Says what of an image, a video or audio a value holds; None where it holds nothing."""
     if isinstance(value, bytes | bytearray):
         return "bytes of an image, a video or audio" if _FIRST_BYTES.match(value) else None
@@ -183,10 +183,12 @@ def _picture_in(value: Any, read: Collection[str], deep: int) -> str | None:
     return "a picture" if is_array else None
 
 
-def _picture_named(value: str, read: Collection[str]) -> str | None:
+def _picture_named(value: str, read: Set[str]) -> str | None:
     if _BASE64.match(value):
         return "bytes of an image, a video or audio"
-    if not _PATH.fullmatch(value) or value.replace("\\", "/").rpartition("/")[2] in read:
+    # An address may ask for something behind its path, such as a size.
+    forms = (value, re.split(r"[?#]", value, maxsplit=1)[0]) if "://" in value else (value,)
+    if not any(map(_PATH.fullmatch, forms)) or {form.replace("\\", "/").rpartition("/")[2] for form in forms} & read:
         return None
     # Where images are read, an address of the web tells where they were found.
     return None if read and _ADDRESS.match(value) else f"the path {value[-60:]!r}"

@@ -180,12 +180,12 @@ def unknown_id(backend: Any) -> int | None:
 
 
 def around(plain: Callable[[str], Sequence[int]], whole: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and behind every text.
+    """The ids that a tokenizer puts before and behind every text; none of one that reads a text otherwise then.
 
     Args:
         plain: makes ids of a text alone.
         whole: makes ids of a text with what the tokenizer puts around it.
     """
     inner, outer = list(plain("a")), list(whole("a"))
-    start = next(at for at in range(len(outer)) if outer[at : at + len(inner)] == inner)
-    return outer[:start], outer[start + len(inner) :]
+    start = next((at for at in range(len(outer)) if outer[at : at + len(inner)] == inner), None)
+    return ([], []) if start is None else (outer[:start], outer[start + len(inner) :])

@@ -47,7 +47,7 @@ class PartsEncoder:
 
         Args:
             parts: the texts.
-            whole: with what the tokenizer puts around a text by itself.
+            whole: with what the tokenizer puts before a text by itself; `behind` is left out.
 
         Raises:
             ForgedTokenError: the tokenizer reads special tokens out of a record's text in whatever way it is given.
@@ -59,14 +59,13 @@ class PartsEncoder:
         found = self._found(ids)
         if not found:
             return ids
-        before, behind = self._around if whole else ([], [])
+        before = self._around[0] if whole else []
         expected = self._found(before)
         for part in parts:
             expected += self._found_in_words(part.text) if part.own else []
-        expected += self._found(behind)
         if found == expected:
             return ids
-        told = [*before, *self._apart(parts), *behind]
+        told = [*before, *self._apart(parts)]
         if len(self._found(told)) > len(expected):
             raise ForgedTokenError(
                 "the tokenizer makes special tokens of text that spells them, and cannot be kept from it; take the "
@@ -74,9 +73,16 @@ class PartsEncoder:
             )
         return told
 
+    @property
+    def behind(self) -> list[int]:
+        """The ids that the tokenizer puts behind a text by itself: they end it, so that nothing can go on from it."""
+        return self._around[1]
+
     def _plain(self, text: str, whole: bool) -> list[int]:
-        encode = getattr(self._tokenizer, "encode_whole", self._tokenizer.encode) if whole else self._tokenizer.encode
-        return list(encode(text)) if text or whole else []
+        if not whole:
+            return list(self._tokenizer.encode(text)) if text else []
+        ids = list(getattr(self._tokenizer, "encode_whole", self._tokenizer.encode)(text))
+        return ids[: len(ids) - len(self.behind)]
 
     def _apart(self, parts: Sequence[Part]) -> list[int]:
         """The ids of parts of which a record's spell special tokens, alone or with their neighbours."""

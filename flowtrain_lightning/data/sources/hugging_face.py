@@ -15,6 +15,7 @@ from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.data.records.columns import Columns
 from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.record_store import Location
+from flowtrain_lightning.data.sources.table_rows import row_as_record
 from flowtrain_lightning.packing import IntArray
 
 _HASHED_ROWS = 1000
@@ -161,7 +162,7 @@ class HuggingFaceRows:
         rows = locations[:, 0]
         found = self._rows[int(rows[0]) : int(rows[-1]) + 1].to_pylist()
         how = self._ignored, self._columns
-        return [parse(row, self.name, number, Path, *how) for number, row in enumerate(found, first)]
+        return [parse(row_as_record(row), self.name, number, Path, *how) for number, row in enumerate(found, first)]
 
     def status(self) -> list[int]:
         """Numbers that change when the rows do."""

@@ -42,7 +42,7 @@ from flowtrain_lightning.packing.role_graph import GENERATED
 
 Unreadable = Literal["error", "drop"]
 
-_FORMAT = 8
+_FORMAT = 9
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,10 @@ class Mixture:
             raise DataError(
                 f"A mixture got {len(self.weights)} weights for {len(self.sources)} sources; give one for each."
             )
-        if self.temperature is not None and not self.temperature > 0:
-            raise DataError(f"A mixture got temperature={self.temperature}; it must be above 0.")
+        if self.temperature is not None and not 0 < self.temperature < inf:
+            raise DataError(f"A mixture got temperature={self.temperature}; it must be a number above 0.")
+        for weight in self.weights or ():
+            _refuse_no_number(weight)
 
     @property
     def weighted(self) -> bool:
@@ -80,6 +84,13 @@ class Mixture:
         )
 
 
+def _refuse_no_number(weight: Any) -> None:
+    with suppress(TypeError, ValueError):
+        if isfinite(float(weight)):
+            return
+    raise DataError(f"A mixture got the weight {weight!r}; give each source a number.")
+
+
 Data = str | Path | HubDataset | Mixture | Mapping[str, float] | Sequence[str | Path] | Any
 """Data as a user names them: a source, a list of several, a mapping of sources to weights, or a :class:`Mixture`."""
 
@@ -96,7 +107,7 @@ def mixture_of(stage: str, given: Any) -> Mixture:
     if isinstance(given, Mixture):
         mixture = given
     elif isinstance(given, Mapping):
-        mixture = Mixture(list(given), weights=tuple(float(weight) for weight in given.values()))
+        mixture = Mixture(list(given), weights=tuple(given.values()))
     elif isinstance(given, list | tuple):
         mixture = Mixture(list(given))
     else:

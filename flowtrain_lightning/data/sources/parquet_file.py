@@ -21,6 +21,7 @@ from flowtrain_lightning.data.records.formats import Record, parse
 from flowtrain_lightning.data.sources.data_file import DataFile
 from flowtrain_lightning.data.sources.parts_of_file import PartsOfFile
 from flowtrain_lightning.data.sources.record_store import Location
+from flowtrain_lightning.data.sources.table_rows import row_as_record
 from flowtrain_lightning.packing import IntArray
 
 LARGE_GROUP = 128 * 2**20
@@ -111,7 +112,7 @@ def _parquet() -> Any:
 
 
 class _explained:
-    """LaneOrder what pyarrow raises into a sentence."""
+    """Turns what pyarrow raises into a sentence."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,7 +180,7 @@ class RowPieces:
         self._lock = threading.Lock()
 
     def row(self, group: int, row: int) -> dict[str, Any]:
-        """A row as Python's values.
+        """A row as a record.
 
         Args:
             group: the row group.
@@ -188,8 +189,7 @@ class RowPieces:
         number, within = divmod(row, self._rows_of_a_piece(group))
         with self._lock:
             piece = self._piece(group, number)
-        fields: dict[str, Any] = piece.slice(within, 1).to_pylist()[0]
-        return fields
+        return row_as_record(piece.slice(within, 1).to_pylist()[0])
 
     def _rows_of_a_piece(self, group: int) -> int:
         found = self._metadata.row_group(group)

@@ -22,6 +22,7 @@ from flowtrain_lightning.data.sources.index import IndexConfig
 from flowtrain_lightning.data.sources.measuring import Measure, concatenated, measure_records
 from flowtrain_lightning.data.sources.slow_reading import named_if_slow
 from flowtrain_lightning.data.sources.stream_of_samples import SampleStream, StreamPosition
+from flowtrain_lightning.data.sources.table_rows import row_as_record
 from flowtrain_lightning.packing import IntArray, SampleSizes
 
 _READ_AT_ONCE = 64
@@ -218,7 +219,7 @@ class StreamSource(SampleStream):
             raise DataError(f"{self.name}: its row {number + 1} cannot be read: {error!r}") from error
 
     def _parsed(self, row: Any, number: int) -> Record:
-        fields = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
+        fields = row_as_record(row.to_pylist()[0]) if hasattr(row, "to_pylist") else row
         how = self._measure.ignored, self._measure.columns
         return self._measure.reaching(parse(fields, self.name, number, Path, *how))
 

@@ -78,6 +78,8 @@ PICTURES: dict[str, Any] = {
     "in_base64": "/9j/" + "A" * 40,
     "decoded": Image.new("RGB", (2, 2)),
     "web": "https://a.org/cat.png",
+    "sized": "https://a.org/cat.jpg?width=640#top",
+    "version": {"file": "s3://photos/cat.png?versionId=3"},
 }
 
 
@@ -99,7 +101,8 @@ def test_what_means_nothing_is_passed_over(form):
 
 def test_a_field_that_names_the_image_that_is_read_is_no_other_image():
     record = {"conversations": [{"from": "human", "value": "<image>"}], "image": "coco/1.jpg"}
-    read({**record, "file_name": "1.jpg", "coco_url": "http://images.org/train/000001.jpg"})
+    read({**record, "file_name": "1.jpg", "coco_url": "http://images.org/train/000001.jpg?size=2"})
+    read({**record, "source": "s3://coco/train/1.jpg?versionId=3"})
     with pytest.raises(DataError, match=r"it holds 'mask' with the path 'coco/1_mask\.png'"):
         read({**record, "mask": "coco/1_mask.png"})
 

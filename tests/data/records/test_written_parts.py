@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from flowtrain_lightning.data import ChatTemplate, DataError, open_tokenizer
 from flowtrain_lightning.data.records.formats import parse
@@ -237,6 +237,26 @@ def test_a_completion_that_ends_with_the_end_has_one_end():
         for text in ("b<|im_end|>", "b")
     )
     assert ended.tokens.tolist() == plain.tokens.tolist()
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+@pytest.mark.parametrize("around", ["$A <|im_end|>", "<|im_start|> $A <|im_end|>", "<|im_start|> $A"])
+def test_what_a_tokenizer_puts_behind_a_text_ends_completions_once_and_prompts_never(end, around):
+    backend = qwens()
+    begin, last = backend.token_to_id("<|im_start|>"), backend.token_to_id("<|im_end|>")
+    numbered = [("<|im_start|>", begin), ("<|im_end|>", last)]
+    backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=numbered)
+    tokenizer = open_tokenizer(backend)
+    tokenizer.end = end
+    record = parse({"prompt": "a", "completion": "b"}, "d", 0, Path)
+    whole, prompt = (
+        token_sequence(record, ChatTemplate(), tokenizer, NO_ROWS, prompt=asked) for asked in (False, True)
+    )
+    before = [begin] if around.startswith("<") else []
+    ids = tokenizer.encode("a"), tokenizer.encode("b")
+    assert prompt.tokens.tolist() == [*before, *ids[0]]
+    assert whole.tokens.tolist() == [*before, *ids[0], *ids[1], *([last] if end or around.endswith(">") else [])]
+    assert whole.labels[whole.labels >= 0].tolist() == whole.tokens[len(before) + 1 :].tolist()
 
 
 def test_a_tokenizer_that_cannot_be_kept_from_forging_is_told():

@@ -154,7 +154,10 @@ def test_a_mixture_that_cannot_be_is_refused():
     for settings, words in (
         ({"weights": [1.0]}, "1 weights for 2 sources"),
         ({"weights": [1.0, 1.0], "temperature": 2.0}, "give one of them"),
-        ({"temperature": 0.0}, "it must be above 0"),
+        ({"temperature": 0.0}, "it must be a number above 0"),
+        ({"temperature": float("inf")}, "it must be a number above 0"),
+        ({"weights": [1.0, float("nan")]}, "got the weight nan; give each source a number"),
+        ({"weights": ["much", 1.0]}, "got the weight 'much'; give each source a number"),
     ):
         with pytest.raises(DataError, match=words):
             Mixture(["a", "b"], **settings)
