@@ -25,12 +25,11 @@ from flowtrain_lightning.compute.stage_step import StageMethod, StageStep, where
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
 from flowtrain_lightning.compute.user_methods import UserMethods
 from flowtrain_lightning.compute.weight_casts import WeightCasts
-from flowtrain_lightning.compute.zeros_beside import leaving_none
+from flowtrain_lightning.compute.zeros_beside import ZerosBeside
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.packing.stage_entries import hidden_states
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
-from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.ranks.random_streams import enter_stream
 from flowtrain_lightning.parallel.stages.late_weights import LateWeight, LateWeights
 
@@ -49,6 +48,7 @@ class Compute:
         patch_dims: role behind the trunk -> numbers of a patch of what it generates, once it is known.
         specs: modality -> what a row of features was found to be, for which bytes are reserved; none where nobody
             reserves any.
+        zeros: that this rank sends back beside other ranks.
         copies: role -> streams for what comes through the pool: batches that wait at the same time take one each. Roles
             share none: gradients would wait for features that another rank still makes.
 
@@ -58,6 +58,7 @@ class Compute:
         device: on which this rank computes.
         engines: role -> what the role's layout does around each forward and backward, for the roles of this rank.
         keeps_casts: roles whose weights autocast casts once until `end_step`; others cast them in every forward.
+        trading: roles whose backwards bring gradients of other ranks' losses; see `ZerosBeside`.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Compute:
         device: torch.device,
         engines: Mapping[str, HalfEngine],
         keeps_casts: Collection[str] = (),
+        trading: Collection[str] = (),
     ) -> None:
         self.device = device
         self._engines = engines
         self._has_autocast = torch.amp.is_autocast_available(device.type)
         self._casts = WeightCasts(device.type)
         self._keeps_casts = frozenset(keeps_casts)
+        self.zeros = ZerosBeside(trading)
         self._names = loss_names(module)
         self._accumulator = partial(MetricAccumulator, self._names[1:])
         self.metrics: defaultdict[str, MetricAccumulator] = defaultdict(self._accumulator)
@@ -308,13 +311,9 @@ class Compute:
         if role in self._keeps_casts:
             self._casts.keep_in_backward(output for output, _ in given)
         late = _NOTHING if left is None else self._stages[role].leaving(left)
-        zeros = (
-            _NOTHING if isinstance(engine, DeepSpeedHalf) else leaving_none(beside, [output for output, _ in reached])
-        )
+        zeros = self.zeros.going_back(role, engine, beside, [output for output, _ in reached])
         with engine.backward(last=last), zeros, late, torch.autocast(kind, enabled=False) if is_on else _NOTHING:
             torch.autograd.backward([output for output, _ in given], [gradient for _, gradient in given])
-        if left is not None and not reached:
-            left.clear()
         return bool(reached)
 
     def weights(self, role: str, left: list[LateWeight], *, last: bool) -> None:

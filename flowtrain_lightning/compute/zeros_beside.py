@@ -7,11 +7,49 @@ there; the weights that only zeros have reached are found in autograd's graph, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+
+from flowtrain_lightning.parallel import HalfEngine
+from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
+from flowtrain_lightning.parallel.engine import StepRecord
+
+
+class ZerosBeside:
+    """Keeps in mind, for a step, where this rank sends nothing but zeros back.
+
+    Args:
+        trading: roles whose backwards bring gradients of other ranks' losses to weights (experts, context ranks). What
+            this rank's zeros reach may have a gradient there; only a role through which no rank sends one has none.
+    """
+
+    def __init__(self, trading: Collection[str] = ()) -> None:
+        self._trading = frozenset(trading)
+        self._used: set[str] = set()
+
+    def begin_step(self) -> None:
+        """No gradient has gone back yet."""
+        self._used.clear()
+
+    def going_back(
+        self, role: str, engine: HalfEngine, zeroed: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Inside, one backward of a role runs; see `leaving_none`. Weights that nobody uses are zero to DeepSpeed."""
+        if role in self._trading or isinstance(engine, DeepSpeedHalf):
+            self._used |= {role} if others else set()
+            return nullcontext()
+        return leaving_none(zeroed, others)
+
+    def recorded(self, role: str, engine: HalfEngine) -> StepRecord:
+        """The engine's record of the step, with all weights unused where a trading role has sent zeros alone."""
+        record = engine.record
+        if role in self._trading and role not in self._used:
+            return replace(record, unused=range(len(engine.parameters)))
+        return record
 
 
 @contextmanager

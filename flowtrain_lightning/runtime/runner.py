@@ -116,7 +116,8 @@ class RoleRunner:
         self._losses = JointLosses(module)
         # Where weights are gathered and given back, casts that are kept would stay in their place.
         whole = [role for role in self._roles if not layouts[role].gathers_weights]
-        self._compute = Compute(module, trainer, device, self._engines, keeps_casts=whole)
+        trading = [role for role in self._roles if layouts[role].expert > 1 or layouts[role].context > 1]
+        self._compute = Compute(module, trainer, device, self._engines, keeps_casts=whole, trading=trading)
         self._capacity = PoolCapacity(module, job, self._compute, self.timeline, pool)
         behind = {role: self._compute.metrics_behind[role] for role in self._behind}
         self._step_end = StepEnd(job, self._listeners, self._compute.metrics, behind, self._losses)
@@ -140,6 +141,7 @@ class RoleRunner:
             parameter.grad = None
         for engine in self._engines.values():
             engine.begin_step()
+        self._compute.zeros.begin_step()
         with own_streams():
             self._run_works(step, context, [])
             # Before the report: a rank that waits in a sum for this one may not come to the report until it has it.
@@ -279,7 +281,7 @@ class RoleRunner:
             self._look_at_buffers(step)
         for role in self._in_lockstep:
             engine = self._engines[role]
-            record = engine.record if step.stage == "train" else StepRecord()
+            record = self._compute.zeros.recorded(role, engine) if step.stage == "train" else StepRecord()
             for number in self._step_end.compare(step, role, record):
                 engine.parameters[number].grad = None
 
