@@ -170,8 +170,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif is_dataclass(value) and not isinstance(value, type):
         yield from _tensors([getattr(value, part.name) for part in fields(value)])
-    elif isinstance(value, dict | tuple | list):
-        parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes | range):
+        parts: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
         for part in parts:
             yield from _tensors(part)
 
