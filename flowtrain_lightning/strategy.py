@@ -30,6 +30,7 @@ from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import showing_s
 from flowtrain_lightning.parallel.halves import without_absent_halves
 from flowtrain_lightning.parallel.ranks.groups import collective_backend
 from flowtrain_lightning.parallel.ranks.job_store import root_store
+from flowtrain_lightning.parallel.weight_marks import keeping_marks
 from flowtrain_lightning.placement.choose_allocation import (
     LaunchContext,
     PlacementDecision,
@@ -296,7 +297,8 @@ class FlowTrainStrategy(RoleCheckpoints):
             if not self._rank_launcher.resumes:
                 self._epoch_left.take_up(trainer)
             module.drop_absent_roles()
-        self.model = self.precision_plugin.convert_module(module)
+        with keeping_marks(module):
+            self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         engines = self._engines.make(module, trainer, self.job, self.root_device)
         self._runner = RoleRunner(module, trainer, self.job, engines, self.encoder_activations, self.pool)
@@ -382,7 +384,8 @@ class FlowTrainStrategy(RoleCheckpoints):
         if any(weight.is_meta for weight in self.flow_module.parameters()):
             return  # a module that lies on no half was refused: its weights may have no memory to move
         try:
-            self.flow_module.cpu()
+            with keeping_marks(self.flow_module):
+                self.flow_module.cpu()
         except RuntimeError:
             # PyTorch moves no shard that a graph holds, as that of a step in which the user's code has failed. What is
             # raised here would be told in place of that failure.

@@ -97,7 +97,7 @@ def move_halves(module: FlowModule, job: Job, device: torch.device) -> None:
     """Moves the halves that live on this rank to its device, as far as they are filled; others have nothing to move."""
     filled = [role for role in job.roles if role not in module.unfilled]
     in_stages = [role for role in filled if job.allocation.layouts[role].pipeline > 1]
-    with without_absent_halves(module, [role for role in filled if role not in in_stages]):
+    with keeping_marks(module), without_absent_halves(module, [role for role in filled if role not in in_stages]):
         module.to(device)
     for tensor in (each for role in in_stages for each in half_tensors(module, role)):
         tensor.data = tensor.data.to(device)
