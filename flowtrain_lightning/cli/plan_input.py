@@ -86,6 +86,11 @@ def devices_per_node(devices: int, device: Device, nodes: int | None) -> int:
     return devices // nodes
 
 
+def fewest_nodes(devices: int, per_node: int) -> int:
+    """The number of equal nodes on which a plan's devices start, of which each has at most ``per_node``."""
+    return next(nodes for nodes in range(-(-devices // per_node), devices + 1) if devices % nodes == 0)
+
+
 def read_efficiencies(
     profile: Profile | None, module: ModuleDescription, workload: Workload, device: Device, precision: str
 ) -> Mapping[str, Efficiency] | None:

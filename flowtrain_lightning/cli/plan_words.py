@@ -8,6 +8,7 @@ from flowtrain_lightning.allocator import Layout
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
+from flowtrain_lightning.cli.plan_input import fewest_nodes
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.text_table import counted
 
@@ -97,7 +98,7 @@ def next_command(
         encoder_budget: the most patches of an encoder batch.
     """
     path = Path("plan.yaml") if file is None else file
-    nodes = -(-plan.devices // backbone.cluster.per_node)
+    nodes = fewest_nodes(plan.devices, backbone.cluster.per_node)
     load = backbone.load
     size = f"--data.token_steps.microbatches={load.forwards}"
     if load.forwards is None:

@@ -24,7 +24,13 @@ from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.command_table import UsageError, command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
-from flowtrain_lightning.cli.plan_input import devices_per_node, read_device, read_efficiencies, read_module
+from flowtrain_lightning.cli.plan_input import (
+    devices_per_node,
+    fewest_nodes,
+    read_device,
+    read_efficiencies,
+    read_module,
+)
 from flowtrain_lightning.cli.plan_loading import decoding_seconds
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
 from flowtrain_lightning.packing import DEFAULT_COST, IMAGE, PackingError, SampleSizes
@@ -139,7 +145,9 @@ def _costs(
     of_a_microbatch = max(1, round(workload.token_budget * most / workload.tokens.sum()))
     of_a_batch = min(workload.encoder_budget, of_a_microbatch)  # what one microbatch reads is a batch, if it fits
     workload = replace(workload, encoder_budget=of_a_batch)
-    cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, options.nodes))
+    is_uneven = allocation.size > device.per_node and allocation.size % device.per_node  # it leaves devices out
+    nodes = fewest_nodes(allocation.size, device.per_node) if is_uneven and not options.nodes else options.nodes
+    cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
     problems = role_problems(module, workload, cluster, options.precision, shares)
     members = {role: layout.data for role, layout in allocation.layouts.items()}
