@@ -88,8 +88,9 @@ def assert_equal(found: Run, expected: Run, precision: str = "64-true") -> None:
     ids=str,
 )
 def test_qwen3_vl_with_divided_experts_computes_what_one_process_does(trained, layout, backbone, precision):
-    runs = [read_run(trained(*each, precision=precision)) for each in ((layout, backbone), ("auto",))]
-    assert_equal(*runs, precision)
+    folder = trained(layout, backbone, precision=precision)
+    follows = str(folder) if precision == "32-true" else ""  # in which AdamW makes steps of what is rounding
+    assert_equal(read_run(folder), read_run(trained("auto", precision=precision, follows=follows)), precision)
 
 
 PLANNED = {

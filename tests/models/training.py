@@ -17,6 +17,7 @@ from flowtrain_lightning.models import AnyVLM
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.blocks import Compile
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
+from tests.exactness.compare import read_run
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.train import Recorder
@@ -36,6 +37,19 @@ class SaveAfter(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step < STEPS:
             trainer.save_checkpoint(self.path)
+
+
+class Follow(L.Callback):
+    """Begins each step with the weights with which another run began it, so that gradients can be compared in all."""
+
+    def __init__(self, run: Path) -> None:
+        found = read_run(run)
+        self.weights = [found.initial, *found.weights]
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in pl_module.named_parameters():
+                parameter.copy_(self.weights[trainer.global_step][name])
 
 
 def train(
@@ -59,13 +73,14 @@ def train(
     saves_after: int = STEPS,
     encoder_budget: int | None = None,
     exact_norms: bool = False,
+    follows: str = "",
 ) -> None:
     """Trains ``STEPS`` steps; every rank writes down what it computed, and all checkpoints.
 
     These are ``last.ckpt`` of the end, and ``middle.ckpt`` of the step that was asked for.
 
     ``moves`` says whether a projector behind a frozen tower goes to the backbone half, ``muon`` that `MuonAdamW` steps,
-    ``exact_norms`` that Llama's norms do not round to float32.
+    ``exact_norms`` that Llama's norms do not round to float32, ``follows`` which run's weights begin the steps.
     """
     torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
     if exact_norms:
@@ -85,6 +100,7 @@ def train(
         images["encoder_budget"] = encoder_budget
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         images["packing"] = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)})
+    following = [Follow(Path(follows))] if follows else []
     trainer = trainer_for(
         layout,
         strategy={**(strategy or {}), **({"roles": roles} if roles else {})},
@@ -92,7 +108,7 @@ def train(
         precision=precision,
         max_steps=STEPS,
         limit_val_batches=0,
-        callbacks=[recorder, SaveAfter(saves_after, folder / "middle.ckpt")],
+        callbacks=[*following, recorder, SaveAfter(saves_after, folder / "middle.ckpt")],
         default_root_dir=folder,
     )
     module = kind(chosen.config, adapters=adapters, **settings)
