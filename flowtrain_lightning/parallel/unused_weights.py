@@ -90,7 +90,7 @@ class UnusedWeights:
                 "What a half in shards (FSDP2) returned, a loss or features, has no gradient, though its layers "
                 "computed with gradients. Ranks that share weights all go back through them, or wait for each other "
                 "without end. Return something that depends on the outputs, such as outputs.sum() * 0 where a "
-                "microbatch has no targets."
+                "microbatch has no targets, or freeze the half."
             )
         if end.grad_fn is None:  # nothing of the half wants a gradient
             return result
