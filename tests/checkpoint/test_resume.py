@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowtrain_lightning.checkpoint import read_allocation, read_checkpoint
+from flowtrain_lightning.parallel.gradients import local_part
 from tests.checkpoint.conftest import seen_by
 from tests.checkpoint.training import LAYOUTS, SAVED_AT, SEARCHED, STAGED, STEPS
 
@@ -16,7 +17,8 @@ ASKED_AFTER = 4
 def same(one, other):
     """Whether two nested structures are equal, tensors to the bit."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        one, other = local_part(one), local_part(other)  # of shards, what this rank held
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
@@ -71,9 +73,12 @@ def test_on_the_same_layout_a_resumed_run_equals_one_without_a_break_to_the_bit(
 
 @pytest.mark.full
 def test_a_run_goes_on_from_one_order_of_stages_in_another_and_whole(runs):
-    straight = runs.straight("four blocks", "stages, zb-v")
-    on_the_way = runs.resumed(straight / f"step{SAVED_AT}.ckpt", "four blocks", "stages, virtual")
-    whole = runs.resumed(on_the_way / f"step{SAVED_AT + 2}.ckpt", "four blocks", "1+1", saves_at=SAVED_AT + 3)
+    case = "four blocks, no dropout"  # whose masks would be those of the stages
+    straight = runs.straight(case, "stages, zb-v")
+    on_the_way = runs.resumed(straight / f"step{SAVED_AT}.ckpt", case, "stages, virtual")
+    whole = runs.resumed(
+        on_the_way / f"step{SAVED_AT + 2}.ckpt", case, "1+1", saves_at=SAVED_AT + 3
+    )
     for rank in range(2):
         assert_same_losses(seen_by(straight), seen_by(whole, rank), first=SAVED_AT + 3)
 

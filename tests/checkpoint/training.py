@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     "adagrad": {"optimizer": "adagrad"},
     "four blocks": {"dropout": 0.3},
+    "four blocks, no dropout": {},
 }
 """Arguments of the module."""
 
@@ -113,7 +114,7 @@ class DividedVLM(TrainedVLM, FourDivided):
 
 
 def make_module(case: str) -> TrainedVLM:
-    return (DividedVLM if case == "four blocks" else TrainedVLM)(**CASES[case])
+    return (DividedVLM if case.startswith("four blocks") else TrainedVLM)(**CASES[case])
 
 
 class Recorder(L.Callback):
