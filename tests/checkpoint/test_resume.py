@@ -76,9 +76,7 @@ def test_a_run_goes_on_from_one_order_of_stages_in_another_and_whole(runs):
     case = "four blocks, no dropout"  # whose masks would be those of the stages
     straight = runs.straight(case, "stages, zb-v")
     on_the_way = runs.resumed(straight / f"step{SAVED_AT}.ckpt", case, "stages, virtual")
-    whole = runs.resumed(
-        on_the_way / f"step{SAVED_AT + 2}.ckpt", case, "1+1", saves_at=SAVED_AT + 3
-    )
+    whole = runs.resumed(on_the_way / f"step{SAVED_AT + 2}.ckpt", case, "1+1", saves_at=SAVED_AT + 3)
     for rank in range(2):
         assert_same_losses(seen_by(straight), seen_by(whole, rank), first=SAVED_AT + 3)
 
