@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+_NO_TENSORS = str | bytes | range
+"""Sequences in which none can be."""
+
 
 class UnusedWeights:
     """Fills in gradients of a half that FSDP2 has divided.
@@ -170,7 +173,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif is_dataclass(value) and not isinstance(value, type):
         yield from _tensors([getattr(value, part.name) for part in fields(value)])
-    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes | range):
+    elif isinstance(value, Mapping | Sequence) and not isinstance(value, _NO_TENSORS):
         parts: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
         for part in parts:
             yield from _tensors(part)
@@ -182,7 +185,7 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value) if value.requires_grad else value
     if isinstance(value, Mapping):
         return {key: _mapped(function, part) for key, part in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):  # named tuples too, of which their order is read
+    if isinstance(value, Sequence) and not isinstance(value, _NO_TENSORS):  # named tuples too: their order is read
         return tuple(_mapped(function, part) for part in value)
     return value
 
