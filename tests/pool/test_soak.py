@@ -161,6 +161,8 @@ class Soak:
             lease.release()
 
     def run(self, seconds):
+        while self.put():  # until all memory is full: on a busy machine nothing may overflow later
+            pass
         end = time.monotonic() + seconds
         while time.monotonic() < end or self.waiting is not None:
             moved = self.choose.random() < 0.7 and self.put()
