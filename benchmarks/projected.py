@@ -191,11 +191,12 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         memory["activations"] + memory["logits"],
     )
     states = count_states(_module(name), problem.role, candidate.layout, candidate.recompute, PRECISION)
+    module = _module(name)
     batch = count_batch(
-        _module(name),
+        module,
         problem.role,
         full_microbatch(items),
-        full_media(items, CONFIGS[name]["vision_config"]["patch_size"]),
+        full_media(items, module.model.config.vision_config.patch_size),
         sharded=sharded,
         recompute=candidate.recompute,
         tensor=candidate.layout.tensor,

@@ -9,6 +9,7 @@ from math import inf
 from flowtrain_lightning.allocator import PlanningError
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems
+from flowtrain_lightning.cli.plan_input import fewest_nodes
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Bill:
         hours: of the run.
         hours_low: the lower end of the band of 80 %.
         hours_high: its upper end.
-        device_hours: of all devices together, whether the plan uses them or not.
+        device_hours: of all devices of the nodes that the plan starts on.
         cost: of these hours; None without a price.
         currency: of the cost; None without a price.
     """
@@ -84,7 +85,9 @@ def bill_of(plan: ModelledPlan, problems: Problems, tokens: float, price: Price 
     """
     backbone = problems.of_trunk
     hours = tokens / backbone.load.tokens * plan.seconds / 3600
-    device_hours = hours * backbone.cluster.devices
+    cluster = backbone.cluster
+    started = fewest_nodes(plan.devices, cluster.per_node) * cluster.per_node  # a node is rented whole
+    device_hours = hours * min(started, cluster.devices)
     low, high = hours * plan.band.low, hours * plan.band.high
     if price is None:
         return Bill(tokens, hours, low, high, device_hours, None, None)

@@ -99,6 +99,11 @@ class PlanReport:
         if faster is not None and faster.seconds * (1 + choice.margin) < plan.seconds:
             gain = 100 * (plan.seconds / faster.seconds - 1)
             lines.append(f"Training does not run yet what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
+        if plan.devices < (devices := self.problems.cluster.devices):
+            gain = f"{100 * choice.margin:.0f} % faster"
+            lines.append(
+                f"It takes {plan.devices:,} of the {devices:,} devices: no plan of more is predicted to be {gain}."
+            )
         if (small := batch_warning(self.problems)) is not None:
             lines.append(small)
         if (slow := loading_warning(self._cores(self.shown) or 0.0, self.problems.cluster.device)) is not None:

@@ -16,6 +16,7 @@ from flowtrain_lightning.allocator.modelled import ModelledCosts
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli import main
+from flowtrain_lightning.cli.plan_input import fewest_nodes
 from flowtrain_lightning.cli.train_command import BriefParser
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.placement.request import make_request, why_it_cannot_run
@@ -249,6 +250,15 @@ def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
     assert "The batch of 256 samples is small for 512 devices: " in plan(*arguments, "--batch", "256")
     enough = json.loads(plan(*arguments, "--json"))["smallest_full_batch"]
     assert json.loads(plan(*arguments, "--batch", str(enough), "--json"))["smallest_full_batch"] is None
+
+
+def test_a_plan_of_fewer_devices_says_so_and_only_nodes_that_it_starts_on_are_paid(plan):
+    arguments = (*MODEL, "--devices", "512", "--batch", "8", "--time-to-train", "1e9", "--price", "1")
+    values = json.loads(plan(*arguments, "--json"))
+    devices = values["plans"][values["recommended"]]["devices"]
+    assert devices < 512
+    assert values["bill"]["device_hours"] == pytest.approx(values["bill"]["hours"] * 8 * fewest_nodes(devices, 8))
+    assert f"It takes {devices} of the 512 devices: no plan of more is predicted to be 10 % faster." in plan(*arguments)
 
 
 @pytest.mark.full
