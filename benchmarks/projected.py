@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from transformers import AutoConfig
 
 from benchmarks.launch import machine
 from benchmarks.memory_count import count_batch, count_states
@@ -191,12 +192,11 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         memory["activations"] + memory["logits"],
     )
     states = count_states(_module(name), problem.role, candidate.layout, candidate.recompute, PRECISION)
-    module = _module(name)
     batch = count_batch(
-        module,
+        _module(name),
         problem.role,
         full_microbatch(items),
-        full_media(items, module.model.config.vision_config.patch_size),
+        full_media(items, AutoConfig.for_model(**CONFIGS[name]).vision_config.patch_size),
         sharded=sharded,
         recompute=candidate.recompute,
         tensor=candidate.layout.tensor,
