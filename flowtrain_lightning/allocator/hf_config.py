@@ -18,6 +18,9 @@ _SETTINGS = ("quantization_config", "generation_config", "compression_config", "
 _PLAIN_PERCEPTRONS = ("opt", "gpt_neox", "phi", "starcoder2", "falcon", "bloom")
 """Types of decoders whose feed-forward network has two matrices."""
 
+_WITH_HEAD_NORMS = ("gemma3", "qwen3")
+"""How types of decoders begin that normalise queries and keys head by head."""
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 4096,
@@ -170,6 +173,7 @@ def _backbone(config: Config) -> Half:
         gated=text.get("model_type") not in _PLAIN_PERCEPTRONS,
         experts=experts,
         queries=config.get("num_queries", 0),
+        head_norms=str(text.get("model_type")).startswith(_WITH_HEAD_NORMS),
         **windows,
     )
 

@@ -215,12 +215,13 @@ def activation_bytes(
     Without recomputing it keeps the inputs of both norms and of every product, queries, keys, values and attention's
     result and logarithms, and what activations need. Attention's scores are not kept, since its kernel is fused. Layers
     with gated networks, Llama's and those after it, normalise by the root mean square, which Hugging Face's models
-    compute in float32 step by step: each norm keeps its input so, and its result before the weight. Tensor ranks keep a
-    share each, but for the inputs of attention and of the feed-forward network: these are gathered, and kept so, where
-    the paper gathers them a second time. Where results are recomputed selectively, those of the last products of
-    attention and of the network are kept twice: of all tokens, since each rank has a summand of them, and summed. To
-    experts each rank brings its share of the tokens, so that nothing is gathered or summed there. Of a fused product of
-    queries, keys and values all is kept for the values, though queries and keys are kept anew once they are rotated.
+    compute in float32 step by step: each norm keeps its input so, and its result before the weight; those of heads,
+    too. Tensor ranks keep a share each, but for the inputs of attention and of the feed-forward network: these are
+    gathered, and kept so, where the paper gathers them a second time. Where results are recomputed selectively, those
+    of the last products of attention and of the network are kept twice: of all tokens, since each rank has a summand of
+    them, and summed. To experts each rank brings its share of the tokens, so that nothing is gathered or summed there.
+    Of a fused product of queries, keys and values all is kept for the values, though queries and keys are kept anew
+    once they are rotated.
 
     Args:
         part: the layers.
@@ -247,8 +248,11 @@ def activation_bytes(
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)
     if keeps and part.experts is not None:
         gathered, inputs = part.hidden, inputs + part.hidden + 2 * part.experts.chosen * part.hidden
-    norms = 2 * part.hidden * (RMS_NORM_BYTES + width if part.gated else width)
+    normalised = 2 * part.hidden + (part.query_width + part.key_value_width) * part.head_norms
+    norms = normalised * (RMS_NORM_BYTES + width if part.gated else width)
     shared = (norms + width * (attention + rotated) + logarithms) / ranks.attention
+    if part.experts is not None:
+        shared += choices + 4 * part.experts.count / ranks.feed_forward  # a score of each expert, in float32
     return width * gathered + shared + width * (activation + inputs) / ranks.feed_forward
 
 

@@ -119,6 +119,7 @@ class Layers:
         trainable: whether they train.
         adapters: rank of the low-rank adapters (LoRA) that train beside every matrix but those of experts; 0 is none.
         fused: queries, keys and values are one product, whose result is kept whole beside rotated queries and keys.
+        head_norms: queries and keys are normalised head by head, as Qwen3's and Gemma 3's.
     """
 
     count: int
@@ -135,6 +136,7 @@ class Layers:
     trainable: bool = True
     adapters: int = 0
     fused: bool = False
+    head_norms: bool = False
 
     @property
     def query_width(self) -> int:

@@ -22,6 +22,9 @@ _NONE = 1
 _GATES = ("gate_proj", "gate_up_proj", "up_gate_proj", "w3")
 """Names of the third matrix of a gated perceptron."""
 
+_HEAD_NORMS = ("q_norm", "q_layernorm")
+"""Names of a norm of queries."""
+
 
 class LayerKind(NamedTuple):
     """Equal for layers that cost the same.
@@ -91,6 +94,7 @@ def described_layers(blocks: Sequence[nn.Module], window: int | None, *, causal:
         window=window,
         experts=experts,
         fused=any("qkv" in name for name in names),
+        head_norms=bool(names & {*_HEAD_NORMS}),
     )
 
 

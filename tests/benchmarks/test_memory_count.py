@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from benchmarks.memory_count import count_batch, count_states
 from benchmarks.projected import full_media, full_microbatch
 from flowtrain_lightning.allocator import Cluster, Layout, named_device, role_problems, typical_workload
+from flowtrain_lightning.allocator.division import division
 from flowtrain_lightning.allocator.hf_config import describe_config
 from flowtrain_lightning.allocator.memory_use import activation_bytes, memory_use
 from flowtrain_lightning.allocator.role_problem import family_of
@@ -147,16 +148,20 @@ def test_experts_that_are_divided_are_not_gathered():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_layer_of_a_mixture_keeps_what_is_planned(recompute):
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("recompute", ["full", "selective", "none"])
+def test_a_layer_of_a_mixture_keeps_what_is_planned(recompute, tensor):
     family, saved = FAMILIES["qwen3_vl_moe"].config, []
     text = {**family["text_config"], "hidden_size": 128, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 4}
     vision = {**family["vision_config"], "out_hidden_size": 128}
     for layers in (2, 3):
         module = QwenVLM({**family, "text_config": {**text, "num_hidden_layers": layers}, "vision_config": vision})
         batch = full_microbatch(1), full_media(1, vision["patch_size"])
-        saved.append(count_batch(module, "backbone", *batch, sharded=True, recompute=recompute).saved)
+        found = count_batch(module, "backbone", *batch, sharded=True, recompute=recompute, tensor=tensor)
+        saved.append(found.saved)
     module.configure_model()
-    (part,) = describe_config(module.model.config.to_dict()).backbone.layers
-    planned = len(batch[0].tokens) * activation_bytes(part, BFLOAT16, recompute)
+    half = describe_config(module.model.config.to_dict()).backbone
+    (part,) = half.layers
+    ranks = division(half, part, tensor)
+    planned = len(batch[0].tokens) * activation_bytes(part, BFLOAT16, recompute, ranks=ranks)
     assert saved[1] - saved[0] == pytest.approx(planned, rel=0.02)
