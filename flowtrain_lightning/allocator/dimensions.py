@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
-from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers, MixtureOfExperts, Part
+from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers, MixtureOfExperts, Norms, Part
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
 
-_NO_NUMBERS = (
-    *("crosses", "experts", "fused", "gated", "gathered_logits", "head_norms", "perceptrons_only", "pooled", "tied"),
-)
+_NO_NUMBERS = ("crosses", "experts", "fused", "gated", "gathered_logits", "norms", "perceptrons_only", "pooled", "tied")
 """Dimensions that are no whole numbers."""
 
 
@@ -125,7 +124,7 @@ def backbone(
     experts: Mapping[str, Any] | None = None,
     gathered_logits: bool = True,
     queries: int = 0,
-    head_norms: bool = False,
+    norms: Mapping[str, Any] | None = None,
 ) -> Half:
     """A decoder with its embedding and head. Its tokens are those of the samples.
 
@@ -144,15 +143,16 @@ def backbone(
         experts: fields of `MixtureOfExperts`, for layers with a mixture of experts.
         gathered_logits: see `Dense`.
         queries: learned vectors in the places of a picture that is to be generated; they train in a frozen decoder too.
-        head_norms: queries and keys are normalised head by head.
+        norms: fields of `Norms`.
     """
     whole = 0 if window is None else (full_layers or 0)
     shape = (hidden, feed_forward, heads, key_value_heads or heads, head_size or hidden // heads, gated, True)
     mixture = None if experts is None else MixtureOfExperts(**experts)
     parts: list[Part] = [Embedding(vocabulary, hidden)]
     parts += [Embedding(queries, hidden, apart=True)] if queries else []
-    parts += [Layers(layers - whole, *shape, window=window, experts=mixture, head_norms=head_norms)]
-    parts += [Layers(whole, *shape, experts=mixture, head_norms=head_norms)] if whole else []
+    every = Layers(layers, *shape, experts=mixture, norms=Norms(**(norms or {})))
+    parts += [replace(every, count=layers - whole, window=window)]
+    parts += [replace(every, count=whole)] if whole else []
     parts += [Dense(hidden, vocabulary, tied=tied, gathered=gathered_logits)]
     return Half(tuple(parts))
 

@@ -18,8 +18,13 @@ _SETTINGS = ("quantization_config", "generation_config", "compression_config", "
 _PLAIN_PERCEPTRONS = ("opt", "gpt_neox", "phi", "starcoder2", "falcon", "bloom")
 """Types of decoders whose feed-forward network has two matrices."""
 
-_WITH_HEAD_NORMS = ("gemma3", "qwen3")
-"""How types of decoders begin that normalise queries and keys head by head."""
+_NORMS: dict[str, dict[str, Any]] = {
+    "qwen3": {"heads": True},
+    "gemma3": {"count": 4, "heads": True, "in_float32": True},
+    "gemma2": {"count": 4, "in_float32": True},
+    "gemma": {"in_float32": True},
+}
+"""How types of decoders begin -> fields of their `Norms`; the first that fits counts."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -173,7 +178,7 @@ def _backbone(config: Config) -> Half:
         gated=text.get("model_type") not in _PLAIN_PERCEPTRONS,
         experts=experts,
         queries=config.get("num_queries", 0),
-        head_norms=str(text.get("model_type")).startswith(_WITH_HEAD_NORMS),
+        norms=next((norms for begin, norms in _NORMS.items() if str(text.get("model_type")).startswith(begin)), None),
         **windows,
     )
 

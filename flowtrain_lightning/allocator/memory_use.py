@@ -248,12 +248,19 @@ def activation_bytes(
     gathered, inputs = (2 * part.hidden, inner) if keeps else (0, 0)
     if keeps and part.experts is not None:
         gathered, inputs = part.hidden, inputs + part.hidden + 2 * part.experts.chosen * part.hidden
-    normalised = 2 * part.hidden + (part.query_width + part.key_value_width) * part.head_norms
-    norms = normalised * (RMS_NORM_BYTES + width if part.gated else width)
+    normalised = part.norms.count * part.hidden + part.norms.heads * (part.query_width + part.key_value_width)
+    norms = normalised * _norm_bytes(part, width)
     shared = (norms + width * (attention + rotated) + logarithms) / ranks.attention
     if part.experts is not None:
         shared += choices + 4 * part.experts.count / ranks.feed_forward  # a score of each expert, in float32
     return width * gathered + shared + width * (activation + inputs) / ranks.feed_forward
+
+
+def _norm_bytes(part: Layers, width: int) -> int:
+    """Bytes that a norm keeps of a number: of its input, which is float32 in a root mean square, and its result."""
+    if not part.gated:
+        return width
+    return RMS_NORM_BYTES + (RMS_NORM_BYTES if part.norms.in_float32 else width)
 
 
 def outside_bytes(half: Half, part: Dense, width: int) -> float:
@@ -265,8 +272,7 @@ def outside_bytes(half: Half, part: Dense, width: int) -> float:
     inputs = part.copies * part.per_token * part.inputs * width
     if before and isinstance(before[-1], Layers):
         last = before[-1]
-        norm = last.hidden * (RMS_NORM_BYTES + width if last.gated else width)
-        return inputs * part.trainable + norm
+        return inputs * part.trainable + last.hidden * _norm_bytes(last, width)
     return inputs * (int(part.trainable) + bool(before and isinstance(before[-1], Dense)))
 
 

@@ -101,6 +101,21 @@ class MixtureOfExperts:
 
 
 @dataclass(frozen=True)
+class Norms:
+    """Norms of a transformer layer.
+
+    Attributes:
+        count: of the residual stream; Gemma 2 and 3 have two more, behind attention and the feed-forward network.
+        heads: queries and keys are normalised head by head, as Qwen3's and Gemma 3's are.
+        in_float32: weights multiply in float32, as Gemma's do, so that what they multiply is kept so.
+    """
+
+    count: int = 2
+    heads: bool = False
+    in_float32: bool = False
+
+
+@dataclass(frozen=True)
 class Layers:
     """Equal transformer layers, one after the other.
 
@@ -119,7 +134,7 @@ class Layers:
         trainable: whether they train.
         adapters: rank of the low-rank adapters (LoRA) that train beside every matrix but those of experts; 0 is none.
         fused: queries, keys and values are one product, whose result is kept whole beside rotated queries and keys.
-        head_norms: queries and keys are normalised head by head, as Qwen3's and Gemma 3's.
+        norms: its norms.
     """
 
     count: int
@@ -136,7 +151,7 @@ class Layers:
     trainable: bool = True
     adapters: int = 0
     fused: bool = False
-    head_norms: bool = False
+    norms: Norms = Norms()
 
     @property
     def query_width(self) -> int:

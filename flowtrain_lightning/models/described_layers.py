@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flowtrain_lightning.allocator import PlanningError
-from flowtrain_lightning.allocator.module_parts import Layers, MixtureOfExperts
+from flowtrain_lightning.allocator.module_parts import Layers, MixtureOfExperts, Norms
 from flowtrain_lightning.models.packed_scans import is_scan
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 
@@ -24,6 +24,9 @@ _GATES = ("gate_proj", "gate_up_proj", "up_gate_proj", "w3")
 
 _HEAD_NORMS = ("q_norm", "q_layernorm")
 """Names of a norm of queries."""
+
+_IN_FLOAT32 = ("Gemma", "Qwen3_5", "Qwen3Next")
+"""How classes of norms begin whose weights multiply in float32."""
 
 
 class LayerKind(NamedTuple):
@@ -94,7 +97,7 @@ def described_layers(blocks: Sequence[nn.Module], window: int | None, *, causal:
         window=window,
         experts=experts,
         fused=any("qkv" in name for name in names),
-        head_norms=bool(names & {*_HEAD_NORMS}),
+        norms=_norms(block, hidden),
     )
 
 
@@ -112,6 +115,17 @@ def _hidden(block: nn.Module) -> int:
             "instead (see docs/planning.md)."
         )
     return sides.most_common(1)[0][0]
+
+
+def _norms(block: nn.Module, hidden: int) -> Norms:
+    """The norms of a layer: those of the residual stream are parts of the layer itself."""
+    wide = [part for part in block.children() if "Norm" in type(part).__name__ and hidden in _shape_of(part)]
+    heads = any(name.rpartition(".")[2] in _HEAD_NORMS for name, _ in block.named_modules())
+    return Norms(max(2, len(wide)), heads, any(type(part).__name__.startswith(_IN_FLOAT32) for part in wide))
+
+
+def _shape_of(norm: nn.Module) -> tuple[int, ...]:
+    return next((tuple(weight.shape) for weight in norm.parameters()), ())
 
 
 def _heads(block: nn.Module, window: int | None) -> int:

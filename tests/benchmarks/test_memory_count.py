@@ -165,3 +165,25 @@ def test_a_layer_of_a_mixture_keeps_what_is_planned(recompute, tensor):
     ranks = division(half, part, tensor)
     planned = len(batch[0].tokens) * activation_bytes(part, BFLOAT16, recompute, ranks=ranks)
     assert saved[1] - saved[0] == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["full", "selective", "none"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl", "smolvlm"])
+def test_a_layer_keeps_what_is_planned_whatever_norms_its_family_has(family, recompute):
+    kind, config, saved = FAMILIES[family].kind, copy.deepcopy(FAMILIES[family].config), []
+    vision, is_gemma = config["vision_config"], family == "gemma3"
+    patch = vision["patch_size"] if isinstance(vision["patch_size"], int) else vision["patch_size"][0]
+    config["text_config"] |= {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    config["text_config"].pop("layer_types", None)
+    config["text_config"] |= {"sliding_window": 512} if is_gemma else {}
+    vision |= {"out_hidden_size": 128} if "out_hidden_size" in vision else {}
+    vision |= {"image_size": 32 * patch} if "image_size" in vision else {}
+    config |= {"mm_tokens_per_image": 256} if is_gemma else {}
+    for layers in (2, 4):
+        module = kind({**config, "text_config": {**config["text_config"], "num_hidden_layers": layers}})
+        batch = full_microbatch(1), full_media(1, patch)
+        saved.append(count_batch(module, "backbone", *batch, sharded=True, recompute=recompute).saved)
+    module.configure_model()
+    part = describe_config(module.model.config.to_dict()).backbone.layers[0]
+    assert saved[1] - saved[0] == pytest.approx(2 * 1024 * activation_bytes(part, BFLOAT16, recompute), rel=0.02)

@@ -115,3 +115,9 @@ def test_a_config_of_no_certified_family_is_refused_with_its_reason(tmp_path: Pa
     config: dict[str, Any] = json.loads(usual_config("blip").to_json_string())
     with pytest.raises(PlanningError, match=r"blip is refused: BlipForConditionalGeneration has no get_image_features"):
         described(config, "mine")
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-4b", "gemma-3-4b", "qwen2.5-vl-3b"])
+def test_norms_of_a_decoder_are_those_that_its_classes_build(name):
+    config = {**CONFIGS[name], "text_config": {**CONFIGS[name]["text_config"], "num_hidden_layers": 2}}
+    assert described(config, name).backbone.layers[0].norms == named_model(name).backbone.layers[0].norms
