@@ -16,6 +16,7 @@ from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.named_losses import LossOutput, with_rows
+from flowtrain_lightning.compute.own_backward import OwnBackward
 from flowtrain_lightning.compute.step_logging import StepLogging
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, SampleSizes, StepBatch
@@ -54,7 +55,7 @@ class StepRunner(Protocol):
         """Returns the value that ``log`` records outside of microbatches; raises where ranks log different names."""
 
 
-class FlowModule(HeldHalves, StepLogging):
+class FlowModule(HeldHalves, OwnBackward, StepLogging):
     """A vision-language model in two halves: an encoder of media and a backbone of tokens.
 
     Where media of several modalities have an encoder each, ``halves`` names them ``"encoder_image"``,
@@ -305,7 +306,7 @@ class FlowModule(HeldHalves, StepLogging):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""
-        return self._step_runner(batch).training_step(batch, batch_idx)
+        return self.with_gradients_made(self._step_runner(batch).training_step(batch, batch_idx))
 
     def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Forward of one validation step."""
@@ -318,12 +319,6 @@ class FlowModule(HeldHalves, StepLogging):
     def predict_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> list[Any]:
         """Returns the results of ``backbone_step`` for every microbatch of this rank; empty on encoder ranks."""
         return self._step_runner(batch).predict_step(batch, batch_idx)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: ``training_step`` has run one backward per microbatch already."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Does nothing: Lightning calls it after ``training_step``, which zeroes gradients at its start."""
 
     def clip_gradients(
         self,
@@ -360,7 +355,8 @@ class FlowModule(HeldHalves, StepLogging):
             FeaturesNotKept: they do not follow from the pixels alone.
         """
         trainer = self.trainer
-        return self._fingerprints.of(role, (trainer.precision, trainer.strategy.root_device.type, self.dtype))
+        computes, data = (trainer.precision, trainer.strategy.root_device.type, self.dtype), trainer.datamodule  # type: ignore[attr-defined]
+        return self._fingerprints.of(role, computes, data)
 
     def mark_checked(self) -> None:
         """Says that it needs no packing check: it is a copy that is being checked."""

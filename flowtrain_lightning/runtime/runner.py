@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from flowtrain_lightning.compute.bound_to_step import bound_to_step
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.compute.step_metrics import StepReport
@@ -102,7 +104,7 @@ class RoleRunner:
         encode = dict.fromkeys(rank for role in encoders for rank in ranks[role] if rank not in ranks[self.trunk])
         generate = dict.fromkeys(rank for role in self._behind for rank in ranks[role] if rank not in ranks[self.trunk])
         self._listeners = [*(encode | generate)]
-        self._frozen_works_ahead = bool(encode) and job.allocation.works_ahead
+        self._frozen_works_ahead = bool(encode) and job.allocation.works_ahead and _may_work_ahead(module, trainer)
         self._engines = {role: engines[role] for role in self._roles}
         device = trainer.strategy.root_device
         # Where roles share a default group, all of its ranks ask for the groups of all roles.
@@ -367,3 +369,10 @@ class RoleRunner:
             )
             left = min(counts) - batch_idx - 1
         return int(min(left, 1 << 30))
+
+
+def _may_work_ahead(module: FlowModule, trainer: L.Trainer) -> bool:
+    bound = bound_to_step(module, trainer.datamodule)  # type: ignore[attr-defined]
+    if bound is not None:
+        rank_zero_info(f"flowtrain: nothing is encoded before its step: {bound}.")
+    return bound is None
