@@ -384,7 +384,9 @@ class Compute:
             raise RuntimeError(sentence) from error
 
     def _explained(self, role: str, error: str) -> str:
-        """Explains an error about weights without values: they are on other ranks. Other errors stay as they are."""
+        """Explains errors about weights without values, which are on other ranks, and of features written in place."""
+        if "leaf Variable that requires grad" in error:
+            return f"{error} It may be features, which `merge` must not change: `x = 2 * x`, not `x.mul_(2)`."
         absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if not absent or not re.search(r"\bmeta\b", error):
             return error

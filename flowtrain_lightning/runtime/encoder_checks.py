@@ -1,4 +1,4 @@
-"""Notices faults of an encoder that no error tells of: frozen weights that change, features that nobody uses."""
+"""Notices faults of an encoder that no error tells of: weights or buffers that change, features that nobody uses."""
 
 from __future__ import annotations
 
@@ -94,6 +94,23 @@ class UnusedFeatures:
                 "ahead of the backbone.",
                 stacklevel=2,
             )
+
+
+def refuse_written_by_one_role(role: str, buffers: Sequence[str]) -> None:
+    """Raises where one role alone writes buffers that lie on no half: other ranks keep, and save, what they were.
+
+    Args:
+        role: whose forwards write.
+        buffers: that lie on no half.
+
+    Raises:
+        ValueError: names one, and what to do.
+    """
+    if buffers:
+        raise ValueError(
+            f"Forwards of the {role} write the buffer {buffers[0]!r}, which lies on no half, so ranks without the "
+            f"{role} do not see that, and checkpoints hold their value. Register it on a module of the {role}."
+        )
 
 
 def _held(weight: nn.Parameter) -> Tensor:

@@ -21,11 +21,11 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.engine import StepRecord
-from flowtrain_lightning.parallel.halves import half_parameters
+from flowtrain_lightning.parallel.halves import half_parameters, role_of
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
-from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures
+from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures, refuse_written_by_one_role
 from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.job import Job
@@ -288,12 +288,19 @@ class RoleRunner:
                 engine.parameters[number].grad = None
 
     def _look_at_buffers(self, step: Step) -> None:
-        """Says, on the first rank of a role, that its forwards write buffers."""
+        """Says, on the first rank of a role, that its forwards write buffers.
+
+        Raises:
+            ValueError: they write one of no half, which ranks without the role have too, and rank 0 saves.
+        """
         for role, buffers in self._buffers.items():
-            written = buffers.look() if step.executed[role] else None
-            if written is not None and self._job.is_first(role):
+            written = buffers.look() if step.executed[role] else []
+            ranks, halves = self._job.allocation.ranks, self._module.halves
+            if role != self.trunk and not {*ranks[self.trunk]} <= {*ranks[role]}:
+                refuse_written_by_one_role(role, [name for name in written if role_of(name, halves) is None])
+            if written and self._job.is_first(role):
                 _log.info(
-                    f"flowtrain: forwards of the {role} write buffers, such as {written!r}. Every step begins with "
+                    f"flowtrain: forwards of the {role} write buffers, such as {written[0]!r}. Every step begins with "
                     "those of the role's first rank, which follow its samples, so they differ a little between layouts."
                 )
 
