@@ -20,6 +20,7 @@ from flowtrain_lightning.compute.own_backward import OwnBackward
 from flowtrain_lightning.compute.step_logging import StepLogging
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, SampleSizes, StepBatch
+from flowtrain_lightning.data.loading.ranks_of_trainer import refuse_loader_of_others
 from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight
@@ -377,6 +378,8 @@ class FlowModule(HeldHalves, OwnBackward, StepLogging):
                 f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "
                 "Give fit such a module: trainer.fit(module, datamodule=FlowDataModule(...))."
             )
+        if batch is not None and batch.program is None and self.trainer.world_size > 1:  # no loader of a strategy's
+            refuse_loader_of_others(self.trainer, batch.shard)
         if self._runner is None or self._runner.trainer is not self.trainer:
             strategy = self.trainer.strategy
             if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):

@@ -22,7 +22,10 @@ def _train(folder: Path, kind: str, data_folder: Path, layout: str = "1+1") -> D
 
 
 def _refused(folder: Path, kind: str, data_folder: Path, layout: str = "1+1") -> str:
-    done = _train(folder, kind, data_folder, layout)
+    return _told(_train(folder, kind, data_folder, layout))
+
+
+def _told(done: Done) -> str:
     assert all(code not in (0, -signal.SIGKILL) for code in done.codes), done.log
     return done.log
 
@@ -57,3 +60,11 @@ def test_a_buffer_of_no_half_that_one_role_writes_is_refused(tmp_path, data_fold
 
 def test_where_every_rank_has_all_roles_the_first_one_s_counts(tmp_path, data_folder):
     _train(tmp_path, "CountingRows", data_folder, "colocated").check()
+
+
+@pytest.mark.parametrize("layout", ["1+1", "colocated"])
+def test_loaders_that_deal_to_one_rank_are_refused_on_several(tmp_path, data_folder, layout):
+    arguments = {"data_folder": str(data_folder), "layout": layout}
+    target = "tests.lightning.wrong_hooks:train_from_loaders"
+    said = _told(run_jobs(tmp_path, [Job("run", target, 2, arguments, deadline=SECONDS)])["run"])
+    assert "it was made before its data module knew the ranks. Give the data module itself" in said

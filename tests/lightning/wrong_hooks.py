@@ -65,3 +65,11 @@ def write_equal_records(folder: Path) -> Path:
     path = write_records(folder, 1, pictures_of=[1])
     path.write_text(40 * path.read_text())
     return folder
+
+
+def train_from_loaders(folder: Path, data_folder: str, layout: str) -> None:
+    """Trains from loaders that were made before there were ranks."""
+    context = RunContext(layout, folder, Path(data_folder))
+    (data := context.data()).setup("fit")
+    trainer = context.trainer(max_epochs=1, enable_checkpointing=False)
+    trainer.fit(TinyVLM(), data.train_dataloader(), data.val_dataloader())
