@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import lightning as L
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
@@ -24,7 +23,7 @@ from flowtrain_lightning.data.loading.ranks_of_trainer import refuse_loader_of_o
 from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight
-from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
+from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.context_parallel import draw_for_own_tokens, shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
 from flowtrain_lightning.parallel.held_halves import HeldHalves
@@ -321,22 +320,9 @@ class FlowModule(HeldHalves, OwnBackward, StepLogging):
         """Returns the results of ``backbone_step`` for every microbatch of this rank; empty on encoder ranks."""
         return self._step_runner(batch).predict_step(batch, batch_idx)
 
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clips by value, or by one norm over the gradients of both halves on all ranks."""
-        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        if limit is None or limit <= 0:
-            return  # as Lightning has it
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm) == "value":
-            clip_to_value(gradients, limit)
-        else:
-            clip_to_norm(gradients, limit, self._step_runner().gradient_norm(parameters))
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of both halves on all ranks; ``parameters`` are this rank's."""
+        return self._step_runner().gradient_norm(parameters)
 
     def _check_packing(self) -> None:
         try:
@@ -370,6 +356,10 @@ class FlowModule(HeldHalves, OwnBackward, StepLogging):
     def attach_runner(self, runner: StepRunner | None) -> None:
         """The strategy says who runs the steps (None: plain Lightning)."""
         self._runner = runner
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the run that it is in, of which Lightning leaves out the Trainer: so it can be copied and pickled."""
+        return {**super().__getstate__(), "_runner": None}
 
     def _step_runner(self, batch: Any = None) -> StepRunner:
         """Returns the runner of the step of ``batch``, if one is given."""

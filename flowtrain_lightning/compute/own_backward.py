@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from flowtrain_lightning.parallel import clip_to_norm, clip_to_value
 
 _NEARLY = 1e-2
 """A loss may come back in another type of numbers, of which bfloat16 has three digits."""
@@ -58,10 +61,32 @@ class OwnBackward(L.LightningModule):
         Raises:
             ValueError: they are not those of this loss, which an override of ``training_step`` has returned.
         """
-        left, self._left = self._left, _StepLeft()
+        left = self._left
         for weight, gradient in left.aside:
             weight.grad = gradient
-        self._refuse_other_loss(loss, left.loss)
+        own, left.loss, left.aside = left.loss, None, []
+        self._refuse_other_loss(loss, own)
+
+    @abstractmethod
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of all halves; ``parameters`` are this rank's."""
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by value, or by one norm over the gradients of both halves on all ranks."""
+        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        if limit is None or limit <= 0:
+            return  # as Lightning has it
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm) == "value":
+            clip_to_value(gradients, limit)
+        else:
+            clip_to_norm(gradients, limit, self.gradient_norm(parameters))
 
     def _refuse_other_loss(self, loss: Tensor, own: Tensor | None) -> None:
         step = f"{type(self).__name__}.training_step"

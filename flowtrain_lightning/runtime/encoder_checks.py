@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_run, is_partitioned
-from flowtrain_lightning.parallel.halves import HalvedModule
+from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
 _STEPS = 10
 """Some models begin with gates that are closed, and pass no gradient in their first steps."""
@@ -111,6 +111,24 @@ def refuse_written_by_one_role(role: str, buffers: Sequence[str]) -> None:
             f"Forwards of the {role} write the buffer {buffers[0]!r}, which lies on no half, so ranks without the "
             f"{role} do not see that, and checkpoints hold their value. Register it on a module of the {role}."
         )
+
+
+def refuse_unsaved(module: HalvedModule) -> None:
+    """Raises where weights were added since the halves were built, on rank 0, of which it has no values to save.
+
+    Args:
+        module: about to train its first step.
+
+    Raises:
+        ValueError: names one, and what to do.
+    """
+    for name, weight in module.named_parameters():
+        if weight.is_meta and role_of(name, module.halves) is None:
+            raise ValueError(
+                f"The parameter {name!r} was added after the halves were built, and lies on none of them. Rank 0, "
+                "which saves such parameters, has no values of it, so checkpoints would lack it. Build it where its "
+                "half is built, as in `configure_encoder`, under a module that `halves` names."
+            )
 
 
 def _held(weight: nn.Parameter) -> Tensor:

@@ -25,7 +25,12 @@ from flowtrain_lightning.parallel.halves import half_parameters, role_of
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
-from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures, refuse_written_by_one_role
+from flowtrain_lightning.runtime.encoder_checks import (
+    FrozenEncoder,
+    UnusedFeatures,
+    refuse_unsaved,
+    refuse_written_by_one_role,
+)
 from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.job import Job
@@ -137,6 +142,8 @@ class RoleRunner:
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
         refuse_accumulation(self.trainer)  # a hook may have asked for it since
+        if self._indices["train"] == 0 and self._job.rank == 0:
+            refuse_unsaved(self._module)
         training = self._training_roles()
         step, context = self._begin(batch, "train", training)
         for parameter in self._parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,14 @@ class CountingRows(TinyVLM):
         return super().encode(media)
 
 
-KINDS = {kind.__name__: kind for kind in (Gathering, SkippingAlone, InPlace, CountingRows)}
+class LateTeacher(TinyVLM):
+    """Keeps a copy of its encoder, which it makes when training begins."""
+
+    def on_train_start(self) -> None:
+        self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
+
+
+KINDS = {kind.__name__: kind for kind in (Gathering, SkippingAlone, InPlace, CountingRows, LateTeacher)}
 
 
 def train(folder: Path, kind: str, data_folder: str, layout: str = "1+1") -> None:
