@@ -128,9 +128,9 @@ class Compute:
         self, role: str, epoch: int, step: int, number: int, media: PackedMedia, hidden: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The features of media items of which none is kept; see `encode`."""
-        if media.pixels.device != self.device:
-            media = self._fetched(media)
-        media = media.with_patches(self._convert_input(media.patches))
+        here = media if media.pixels.device == self.device else self._fetched(media)
+        patches = here.patches.clone() if here is media else here.patches  # `encode` may write there, and run again
+        media = here.with_patches(self._convert_input(patches))
         enter_stream(role, epoch, step, number, *self._place(role, 0))
         with self._module.logging_refused("encode"):
             output = self._through(role, 0, hidden, self._module.encode, media)

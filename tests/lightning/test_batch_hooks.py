@@ -75,7 +75,23 @@ def change_batches(context: RunContext) -> None:
             context.notes[f"{name} {frozen}"] = [losses, numbers(trainer.callback_metrics)]
 
 
-LAYOUTS_OF_RUNS = {change_batches: ("auto", "1+1")}
+class InPlace(TinyVLM):
+    """Writes into the patches that it is given."""
+
+    def encode(self, media: PackedMedia) -> tuple[torch.Tensor, ...]:
+        media.patches.mul_(3.0).add_(1.0)
+        return super().encode(media)
+
+
+def write_into_patches(context: RunContext) -> None:
+    recorder = Recorder()
+    strategy = context.strategy() if context.layout == "auto" else context.strategy(encoder_activations=0)
+    settings = {"precision": "32-true", "max_epochs": 1, "limit_val_batches": 0, "enable_checkpointing": False}
+    context.trainer(strategy=strategy, callbacks=[recorder], **settings).fit(InPlace(), context.data())
+    context.notes["losses"] = [event[2] for event in recorder.events if event[0] == "train"]
+
+
+LAYOUTS_OF_RUNS = {change_batches: ("auto", "1+1"), write_into_patches: ("auto", "1+1")}
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -85,6 +101,12 @@ def test_features_are_those_of_the_batch_as_it_is_in_its_step(layout_runs, name,
     for rank in layout_runs.notes(change_batches, "1+1"):
         assert rank[f"{name} {frozen}"][0] == pytest.approx(losses, rel=1e-9)
         assert rank[f"{name} {frozen}"][1] == pytest.approx(metrics, rel=1e-6)
+
+
+def test_patches_in_which_encode_writes_are_found_as_they_were_when_it_runs_again(layout_runs):
+    (plain,) = layout_runs.notes(write_into_patches, "auto")
+    for rank in layout_runs.notes(write_into_patches, "1+1"):
+        assert rank["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
