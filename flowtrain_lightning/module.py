@@ -10,19 +10,20 @@ from typing import Any, Protocol
 import lightning as L
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from flowtrain_lightning.checkpoint import plain_file
 from flowtrain_lightning.compute.encoder_fingerprint import EncoderFingerprints
 from flowtrain_lightning.compute.generation import generate_greedily
 from flowtrain_lightning.compute.named_losses import LossOutput, with_rows
+from flowtrain_lightning.compute.own_backward import OwnBackward
 from flowtrain_lightning.compute.step_logging import StepLogging
 from flowtrain_lightning.compute.whole_module import WholeModuleRunner
 from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets, SampleSizes, StepBatch
+from flowtrain_lightning.data.loading.ranks_of_trainer import refuse_loader_of_others
 from flowtrain_lightning.packing_check import Coupling
 from flowtrain_lightning.packing_check.first_fit import check_before_fit
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight
-from flowtrain_lightning.parallel import TensorPlan, clip_to_norm, clip_to_value
+from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.context_parallel import draw_for_own_tokens, shared_tokens, with_summed_gradients
 from flowtrain_lightning.parallel.fully_shard import shard_repeated_blocks
 from flowtrain_lightning.parallel.held_halves import HeldHalves
@@ -54,7 +55,7 @@ class StepRunner(Protocol):
         """Returns the value that ``log`` records outside of microbatches; raises where ranks log different names."""
 
 
-class FlowModule(HeldHalves, StepLogging):
+class FlowModule(HeldHalves, OwnBackward, StepLogging):
     """A vision-language model in two halves: an encoder of media and a backbone of tokens.
 
     Where media of several modalities have an encoder each, ``halves`` names them ``"encoder_image"``,
@@ -305,7 +306,7 @@ class FlowModule(HeldHalves, StepLogging):
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of one whole step."""
-        return self._step_runner(batch).training_step(batch, batch_idx)
+        return self.with_gradients_made(self._step_runner(batch).training_step(batch, batch_idx))
 
     def validation_step(self, batch: StepBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Forward of one validation step."""
@@ -319,28 +320,9 @@ class FlowModule(HeldHalves, StepLogging):
         """Returns the results of ``backbone_step`` for every microbatch of this rank; empty on encoder ranks."""
         return self._step_runner(batch).predict_step(batch, batch_idx)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: ``training_step`` has run one backward per microbatch already."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Does nothing: Lightning calls it after ``training_step``, which zeroes gradients at its start."""
-
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clips by value, or by one norm over the gradients of both halves on all ranks."""
-        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        if limit is None or limit <= 0:
-            return  # as Lightning has it
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm) == "value":
-            clip_to_value(gradients, limit)
-        else:
-            clip_to_norm(gradients, limit, self._step_runner().gradient_norm(parameters))
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The 2-norm of the gradients of both halves on all ranks; ``parameters`` are this rank's."""
+        return self._step_runner().gradient_norm(parameters)
 
     def _check_packing(self) -> None:
         try:
@@ -360,7 +342,8 @@ class FlowModule(HeldHalves, StepLogging):
             FeaturesNotKept: they do not follow from the pixels alone.
         """
         trainer = self.trainer
-        return self._fingerprints.of(role, (trainer.precision, trainer.strategy.root_device.type, self.dtype))
+        computes, data = (trainer.precision, trainer.strategy.root_device.type, self.dtype), trainer.datamodule  # type: ignore[attr-defined]
+        return self._fingerprints.of(role, computes, data)
 
     def mark_checked(self) -> None:
         """Says that it needs no packing check: it is a copy that is being checked."""
@@ -374,6 +357,10 @@ class FlowModule(HeldHalves, StepLogging):
         """The strategy says who runs the steps (None: plain Lightning)."""
         self._runner = runner
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the run that it is in, of which Lightning leaves out the Trainer: so it can be copied and pickled."""
+        return {**super().__getstate__(), "_runner": None}
+
     def _step_runner(self, batch: Any = None) -> StepRunner:
         """Returns the runner of the step of ``batch``, if one is given."""
         if batch is not None and not isinstance(batch, StepBatch):
@@ -381,6 +368,8 @@ class FlowModule(HeldHalves, StepLogging):
                 f"A FlowModule takes the packed steps of a FlowDataModule, but the loader gave {type(batch).__name__}. "
                 "Give fit such a module: trainer.fit(module, datamodule=FlowDataModule(...))."
             )
+        if batch is not None and batch.program is None and self.trainer.world_size > 1:  # no loader of a strategy's
+            refuse_loader_of_others(self.trainer, batch.shard)
         if self._runner is None or self._runner.trainer is not self.trainer:
             strategy = self.trainer.strategy
             if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):

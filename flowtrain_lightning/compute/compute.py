@@ -128,9 +128,9 @@ class Compute:
         self, role: str, epoch: int, step: int, number: int, media: PackedMedia, hidden: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The features of media items of which none is kept; see `encode`."""
-        if media.pixels.device != self.device:
-            media = self._fetched(media)
-        media = media.with_patches(self._convert_input(media.patches))
+        here = media if media.pixels.device == self.device else self._fetched(media)
+        patches = here.patches.clone() if here is media else here.patches  # `encode` may write there, and run again
+        media = here.with_patches(self._convert_input(patches))
         enter_stream(role, epoch, step, number, *self._place(role, 0))
         with self._module.logging_refused("encode"):
             output = self._through(role, 0, hidden, self._module.encode, media)
@@ -384,7 +384,9 @@ class Compute:
             raise RuntimeError(sentence) from error
 
     def _explained(self, role: str, error: str) -> str:
-        """Explains an error about weights without values: they are on other ranks. Other errors stay as they are."""
+        """Explains errors about weights without values, which are on other ranks, and of features written in place."""
+        if "leaf Variable that requires grad" in error:
+            return f"{error} It may be features, which `merge` must not change: `x = 2 * x`, not `x.mul_(2)`."
         absent = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if not absent or not re.search(r"\bmeta\b", error):
             return error

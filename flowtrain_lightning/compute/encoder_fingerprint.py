@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.compute.bound_to_step import bound_to_step
 from flowtrain_lightning.compute.random_layers import dropout_settings
 from flowtrain_lightning.data.features.feature_store import FeaturesNotKept
-from flowtrain_lightning.data.features.written_code import code_object, code_of, content_of, digest_of, names_in
+from flowtrain_lightning.data.features.written_code import code_of, content_of, digest_of, names_from
 from flowtrain_lightning.data.fingerprint import fingerprint
 from flowtrain_lightning.parallel.halves import HalvedModule
 
@@ -42,18 +43,21 @@ class EncoderFingerprints:
     def __init__(self, module: HalvedModule) -> None:
         self._module = module
 
-    def of(self, role: str, computes: object) -> str:
+    def of(self, role: str, computes: object, data: object = None) -> str:
         """That of one encoder.
 
         Args:
             role: whose half it is.
             computes: where and in which precision.
+            data: the data module, if there is one.
 
         Raises:
             FeaturesNotKept: its features do not follow from the pixels alone.
         """
         half = _half(self._module, role)
         _refuse_what_changes(half)
+        if (bound := bound_to_step(self._module, data)) is not None:
+            raise FeaturesNotKept(bound)
         parts = [part for path in self._module.halves[role] for part in _above_and_below(self._module, path)]
         code = [*_versions(), *code_of([type(self._module), *(type(part) for each in half for part in each.modules())])]
         settings = [[*map(_settings, parts)], _of_module(self._module), code]
@@ -125,26 +129,12 @@ def _settings(part: Any) -> list[object]:
 @cache
 def _counted(kind: type) -> frozenset[str]:
     """Names that a layer's forward sets: what it counts, or keeps for its own use."""
-    return frozenset(name for name, sets in _named_from(kind, ["forward"]) if sets)
-
-
-def _named_from(kind: type, methods: list[str]) -> set[tuple[str, bool]]:
-    """Names in methods of a class, and in those of its methods that they name; and whether these set them."""
-    found, reached, left = set[tuple[str, bool]](), set[str](), list(methods)
-    while left:
-        if (method := left.pop()) in reached:
-            continue
-        reached.add(method)
-        if (code := code_object(getattr(kind, method, None))) is not None:
-            named = {*names_in(code)}
-            found |= named
-            left += [name for name, _ in named if callable(getattr(kind, name, None))]
-    return found
+    return frozenset(name for name, sets in names_from(kind, ["forward"]) if sets)
 
 
 def _of_module(module: Any) -> dict[str, str]:
     """Values and hyperparameters of the user's module that the code of its ``encode`` names and does not set."""
-    named = _named_from(type(module), ["encode", "prepare_media"])
+    named = names_from(type(module), ["encode", "prepare_media"])
     names, written = {name for name, _ in named}, {name for name, sets in named if sets}
     found: dict[str, str] = {}
     for name in sorted(names - written - set(dir(nn.Module))):

@@ -1,4 +1,4 @@
-"""``log`` of a module whose step is many microbatches: collected in each, agreed on by all ranks, logged once."""
+"""What a module tells other ranks, whose step is many microbatches: logged in each, agreed on at the step's end."""
 
 from __future__ import annotations
 
@@ -41,6 +41,33 @@ class StepLogging(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self._logging = _LoggingPlace()
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gathers as Lightning does, between steps.
+
+        Raises:
+            RuntimeError: it is called in a microbatch or an encoder batch, and there are other ranks.
+        """
+        self.refuse_in_a_batch("all_gather", self.trainer.world_size)
+        return super().all_gather(data, group, sync_grads)
+
+    def refuse_in_a_batch(self, what: str, ranks: int) -> None:
+        """Raises where a method of the user's works on one batch, of which other ranks have another number.
+
+        Args:
+            what: all ranks would have to call.
+            ranks: how many there are.
+
+        Raises:
+            RuntimeError: says what to do.
+        """
+        place = self._logging
+        if ranks > 1 and (place.metrics is not None or place.refused_in is not None):
+            raise RuntimeError(
+                f"`{what}` was called in a method that works on one microbatch or encoder batch, such as `encode`, "
+                "`merge` or `loss`. Other ranks run other methods then, or have fewer batches, and would never come to "
+                "it. Call it in a hook, which all ranks run between steps; a loss sees the samples of its microbatch."
+            )
 
     def agree_on_logged(self, name: str, value: Any) -> Any:
         """Returns the value that all ranks log outside of microbatches; here each its own."""

@@ -56,6 +56,7 @@ class WholeModuleRunner:
 
     def __init__(self, module: WholeModule, trainer: L.Trainer) -> None:
         refuse_groups_of_roles(trainer)
+        refuse_loss_scale(trainer)
         refuse_padding_beside_balance(module, trainer.datamodule)  # type: ignore[attr-defined]
         self.trainer = trainer
         self._module = module
@@ -222,6 +223,20 @@ def refuse_all_frozen(module: HalvedModule) -> None:
         raise ValueError(
             f"All weights of {type(module).__name__} are frozen, so that fit would train nothing. Leave "
             "requires_grad_(True) on what is to train, add adapters, or call Trainer.validate or predict."
+        )
+
+
+def refuse_loss_scale(trainer: L.Trainer) -> None:
+    """Raises where Lightning would divide gradients by a scale with which it has not multiplied the loss.
+
+    Raises:
+        ValueError: says what was given and what to do.
+    """
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"Trainer(precision={trainer.precision!r}) was given, which scales the loss before its backward, but a "
+            "FlowModule's step runs a backward of its own for each microbatch, so gradients would come out too small. "
+            "Set precision='bf16-mixed'."
         )
 
 

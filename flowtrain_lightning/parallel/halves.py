@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -90,6 +91,8 @@ def build_halves(
     A half's weights depend on the seed and its role alone, so they are equal on all layouts. A module that overrides
     ``configure_whole`` is built whole, from one stream, and gives up what is not resident afterwards.
 
+    What reads weights while it builds them, as orthogonal parametrizations do, is built whole on every rank, too.
+
     Args:
         module: whose halves are built.
         resident: roles of this rank.
@@ -115,11 +118,25 @@ def build_halves(
                 if weights is not None:
                     unfilled[role] = weights
             else:
-                with own_streams(), torch.device("meta"):
-                    build()
+                _build_absent(module, role, build, stream)
     _refuse_missing_modules(module)
     drop_absent_roles(module, resident)
     return unfilled
+
+
+def _build_absent(module: HalvedModule, role: str, build: Callable[[], None], stream: tuple[str, ...]) -> None:
+    """Builds a half that other ranks hold: without memory, where that works."""
+    try:
+        with own_streams(), torch.device("meta"):
+            build()
+    except Exception as error:  # whatever the user's code does with numbers that are not there
+        warnings.warn(
+            f"Ranks without the {role} build it whole before they give it up: {type(module).__name__} reads weights "
+            f"while it builds them ({type(error).__name__}: {error}). To save that memory, let configure_{role} create "
+            "and write weights, and not read them back.",
+            stacklevel=2,
+        )
+        _build(module, build, stream, without_weights=False)
 
 
 def _builder(module: HalvedModule, role: str) -> Callable[[], None]:

@@ -88,17 +88,16 @@ class RoleBuffers:
         if self._looks_left > 0 and not self._written:
             self._before = {name: buffer.detach().clone() for name, buffer in self._held()}
 
-    def look(self) -> str | None:
-        """After these forwards: a buffer that they have written, told once."""
+    def look(self) -> list[str]:
+        """After these forwards: the buffers that they have written, told once."""
         if self._looks_left == 0 or self._written:
-            return None
+            return []
         self._looks_left -= 1
         before, self._before = self._before, {}
-        for name, buffer in self._held():
-            if _kind(buffer) != self._kinds[name] or not buffer.equal(before[name]):
-                self._written = True
-                return name
-        return None
+        held = self._held()
+        written = [name for name, now in held if _kind(now) != self._kinds[name] or not now.equal(before[name])]
+        self._written = bool(written)
+        return written
 
     def found(self) -> dict[str, Tensor]:
         """Copies of the buffers before a forward that will run again; none where no forward writes any."""

@@ -1,4 +1,4 @@
-"""Notices faults of an encoder that no error tells of: frozen weights that change, features that nobody uses."""
+"""Notices faults of an encoder that no error tells of: weights or buffers that change, features that nobody uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_run, is_partitioned
-from flowtrain_lightning.parallel.halves import HalvedModule
+from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 
 _STEPS = 10
 """Some models begin with gates that are closed, and pass no gradient in their first steps."""
@@ -93,6 +93,41 @@ class UnusedFeatures:
                 "the encoder is to stay as it is, freeze it (`self.encoder.requires_grad_(False)`): it then works "
                 "ahead of the backbone.",
                 stacklevel=2,
+            )
+
+
+def refuse_written_by_one_role(role: str, buffers: Sequence[str]) -> None:
+    """Raises where one role alone writes buffers that lie on no half: other ranks keep, and save, what they were.
+
+    Args:
+        role: whose forwards write.
+        buffers: that lie on no half.
+
+    Raises:
+        ValueError: names one, and what to do.
+    """
+    if buffers:
+        raise ValueError(
+            f"Forwards of the {role} write the buffer {buffers[0]!r}, which lies on no half, so ranks without the "
+            f"{role} do not see that, and checkpoints hold their value. Register it on a module of the {role}."
+        )
+
+
+def refuse_unsaved(module: HalvedModule) -> None:
+    """Raises where weights were added since the halves were built, on rank 0, of which it has no values to save.
+
+    Args:
+        module: about to train its first step.
+
+    Raises:
+        ValueError: names one, and what to do.
+    """
+    for name, weight in module.named_parameters():
+        if weight.is_meta and role_of(name, module.halves) is None:
+            raise ValueError(
+                f"The parameter {name!r} was added after the halves were built, and lies on none of them. Rank 0, "
+                "which saves such parameters, has no values of it, so checkpoints would lack it. Build it where its "
+                "half is built, as in `configure_encoder`, under a module that `halves` names."
             )
 
 

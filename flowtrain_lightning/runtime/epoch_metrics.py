@@ -47,7 +47,8 @@ class EpochMetricSync:
             raise ValueError(
                 f"log({name!r}, ...) was called on rank {self._cross.rank} while rank 0 calls "
                 f"log({first_name!r}, ...). Outside of microbatches all ranks must log the same names in the same "
-                "order; names that exist on one half only belong into `loss`."
+                "order; names that exist on one half only belong into `loss`. Of what each rank has of its own, such "
+                "as norms of gradients, gather that of all ranks first: self.all_gather(value)."
             )
         return float(first_value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.pool import Key
-from flowtrain_lightning.runtime.step import RankContext, Step
+from flowtrain_lightning.runtime.step import OTHER_STEPS, RankContext, Step
 from flowtrain_lightning.runtime.timeline import COMMUNICATION
 
 
@@ -74,7 +74,7 @@ class Gathering:
             among: keys of those that may be taken; None: all.
 
         Raises:
-            ValueError: rows are of another kind than others before them.
+            ValueError: rows are of another kind than others before them, or not as many as belong there.
         """
         context = self._context
         wanted = self.missing if among is None else [key for key in among if key in self.missing]
@@ -116,6 +116,8 @@ class Gathering:
                 f"{list(part.shape[1:])} {part.dtype}. What one batch reads is of one kind: return rows as wide and of "
                 "the same type from every call of a method."
             )
+        if (rows := sum(run.stop - run.start for run in slices)) != part.shape[0]:
+            raise ValueError(f"The {self._what} of {name!r} have {part.shape[0]} rows, not {rows}. {OTHER_STEPS}")
         taken = 0
         for run in slices:
             count = run.stop - run.start

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from flowtrain_lightning.compute.bound_to_step import bound_to_step
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.joint_losses import JointLosses
 from flowtrain_lightning.compute.step_metrics import StepReport
@@ -19,11 +21,16 @@ from flowtrain_lightning.data import StepBatch
 from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.parallel import HalfEngine
 from flowtrain_lightning.parallel.engine import StepRecord
-from flowtrain_lightning.parallel.halves import half_parameters
+from flowtrain_lightning.parallel.halves import half_parameters, role_of
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
-from flowtrain_lightning.runtime.encoder_checks import FrozenEncoder, UnusedFeatures
+from flowtrain_lightning.runtime.encoder_checks import (
+    FrozenEncoder,
+    UnusedFeatures,
+    refuse_unsaved,
+    refuse_written_by_one_role,
+)
 from flowtrain_lightning.runtime.epoch_metrics import EpochMetricSync
 from flowtrain_lightning.runtime.executor import Executor, RolePart
 from flowtrain_lightning.runtime.job import Job
@@ -102,7 +109,7 @@ class RoleRunner:
         encode = dict.fromkeys(rank for role in encoders for rank in ranks[role] if rank not in ranks[self.trunk])
         generate = dict.fromkeys(rank for role in self._behind for rank in ranks[role] if rank not in ranks[self.trunk])
         self._listeners = [*(encode | generate)]
-        self._frozen_works_ahead = bool(encode) and job.allocation.works_ahead
+        self._frozen_works_ahead = bool(encode) and job.allocation.works_ahead and _may_work_ahead(module, trainer)
         self._engines = {role: engines[role] for role in self._roles}
         device = trainer.strategy.root_device
         # Where roles share a default group, all of its ranks ask for the groups of all roles.
@@ -135,6 +142,8 @@ class RoleRunner:
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """Forward and backward of this rank's part; gradients end up final, the mean loss is returned."""
         refuse_accumulation(self.trainer)  # a hook may have asked for it since
+        if self._indices["train"] == 0 and self._job.rank == 0:
+            refuse_unsaved(self._module)
         training = self._training_roles()
         step, context = self._begin(batch, "train", training)
         for parameter in self._parameters:
@@ -286,12 +295,19 @@ class RoleRunner:
                 engine.parameters[number].grad = None
 
     def _look_at_buffers(self, step: Step) -> None:
-        """Says, on the first rank of a role, that its forwards write buffers."""
+        """Says, on the first rank of a role, that its forwards write buffers.
+
+        Raises:
+            ValueError: they write one of no half, which ranks without the role have too, and rank 0 saves.
+        """
         for role, buffers in self._buffers.items():
-            written = buffers.look() if step.executed[role] else None
-            if written is not None and self._job.is_first(role):
+            written = buffers.look() if step.executed[role] else []
+            ranks, halves = self._job.allocation.ranks, self._module.halves
+            if role != self.trunk and not {*ranks[self.trunk]} <= {*ranks[role]}:
+                refuse_written_by_one_role(role, [name for name in written if role_of(name, halves) is None])
+            if written and self._job.is_first(role):
                 _log.info(
-                    f"flowtrain: forwards of the {role} write buffers, such as {written!r}. Every step begins with "
+                    f"flowtrain: forwards of the {role} write buffers, such as {written[0]!r}. Every step begins with "
                     "those of the role's first rank, which follow its samples, so they differ a little between layouts."
                 )
 
@@ -367,3 +383,10 @@ class RoleRunner:
             )
             left = min(counts) - batch_idx - 1
         return int(min(left, 1 << 30))
+
+
+def _may_work_ahead(module: FlowModule, trainer: L.Trainer) -> bool:
+    bound = bound_to_step(module, trainer.datamodule)  # type: ignore[attr-defined]
+    if bound is not None:
+        rank_zero_info(f"flowtrain: nothing is encoded before its step: {bound}.")
+    return bound is None

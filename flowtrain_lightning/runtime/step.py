@@ -19,6 +19,13 @@ from flowtrain_lightning.runtime.timeline import STALL, Timeline
 
 STAGES = ("train", "val", "test", "predict")
 
+OTHER_STEPS = (
+    "Ranks are in different steps, so a hook has decided otherwise on this one: whether an epoch goes on "
+    "(`on_train_batch_start` that returns -1), say. Decide alike on all ranks, by what they all know, such as the "
+    "batch and `trainer.callback_metrics`, or by what `trainer.strategy.broadcast` gives."
+)
+"""Why something comes from another step than the rank's own, and what to do."""
+
 _FEATURES, _GRADIENTS, _REPORT, _NOTES, _LOSSES, _KINDS = range(6)
 
 

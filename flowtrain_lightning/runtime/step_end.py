@@ -24,13 +24,16 @@ from flowtrain_lightning.packing.step_work import STEPS_AHEAD
 from flowtrain_lightning.parallel.engine import StepRecord
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.step import RankContext, Step
+from flowtrain_lightning.runtime.step import OTHER_STEPS, RankContext, Step
 from flowtrain_lightning.runtime.timeline import STALL
 from flowtrain_lightning.runtime.working_ahead import WorkAhead
 
 _WAKE_SECONDS = 0.5
 _LATEST_NOTES = 2 * STEPS_AHEAD
 """Rounds of notes after which nobody looks any more for what an encoder rank may have sent."""
+
+_STEP = "step"
+"""Key of a report's step, beside the fields of the report."""
 
 Note = dict[str, Any]
 """One rank's report of a step, in JSON types."""
@@ -136,7 +139,7 @@ class StepEnd:
         if self._listeners and self._job.rank == self._speaker:
             # Through the pool and not in a collective: so the backbone goes on at once, also when an encoder rank is
             # in the middle of a later step's batch.
-            text = [_as_tensor(vars(report))]
+            text = [_as_tensor({**vars(report), _STEP: step.name})]
             while context.pool.put(Key(step.report, step.index, 0), text, self._listeners) is None:
                 context.pool.poll(_WAKE_SECONDS)
             context.pool.settle()
@@ -150,6 +153,9 @@ class StepEnd:
             step: the one that ends.
             note: what this rank tells of it; None on all ranks where nobody asked for notes.
             work_ahead: does pieces of work of later steps meanwhile; None where none may be done.
+
+        Raises:
+            ValueError: the backbone ranks have ended another step.
         """
         pool = context.pool
         self._tell_behind(context, step)
@@ -178,8 +184,14 @@ class StepEnd:
         context.timeline.stop(start, self._job.roles[0], STALL, "end of the step", step.stage, step.index)
         lease = pool.get(key)
         assert lease is not None, "it has arrived"
-        report = StepReport(**json.loads(bytes(lease.tensors[0].numpy())))
+        told = json.loads(bytes(lease.tensors[0].numpy()))
         lease.release()
+        if tuple(ended := told.pop(_STEP)) != step.name:
+            raise ValueError(
+                f"The {self._trunk} has ended step {ended[1]} of epoch {ended[0]}, but this rank is in step "
+                f"{step.name[1]} of epoch {step.name[0]}. {OTHER_STEPS}"
+            )
+        report = StepReport(**told)
         return replace(report, notes=tuple(report.notes))
 
     def _agree_behind(self, context: RankContext, step: Step, role: str) -> StepReport:

@@ -136,9 +136,17 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def _refuse_what_cannot_run_again() -> None:
-    """Raises where Python was given no script and no module that another rank could run."""
-    if sys.modules["__main__"].__spec__ is None and not Path(sys.argv[0]).is_file():
+    """Raises where Python was given no script and no module that another rank could run, or none that is found."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None or Path(sys.argv[0]).is_file():
+        return
+    script = Path(getattr(main, "__file__", None) or "")
+    if script.is_file() and script.name == Path(sys.argv[0]).name:
         raise MisconfigurationException(
-            "Every rank runs your script once more, but Python got it from its command line (`python -c`) or from "
-            "standard input. Save it as a file and run that, or set Trainer(devices=1)."
+            f"Every rank runs your script once more, but {sys.argv[0]} is not found from {Path.cwd()}, to which the "
+            f"script has gone. Start it by its whole path, {script.absolute()}, or change the directory after the run."
         )
+    raise MisconfigurationException(
+        "Every rank runs your script once more, but Python got it from its command line (`python -c`) or from "
+        "standard input. Save it as a file and run that, or set Trainer(devices=1)."
+    )

@@ -9,7 +9,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from flowtrain_lightning.allocator import Allocation
+from flowtrain_lightning.compute.step_logging import StepLogging
 from flowtrain_lightning.data import RankShard
+from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
 from flowtrain_lightning.placement.run_costs import rank_shard
 from flowtrain_lightning.runtime.job import Job
 
@@ -60,11 +62,11 @@ class RoleCollectives(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks of all roles."""
         if self._job is not None:
-            self._job.groups.cross.barrier()
+            self._all_ranks("barrier").barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The value of rank ``src`` on all ranks of all roles: what `parallel.messages` can send."""
-        return obj if self._job is None else self._job.groups.cross.broadcast_message(obj, src)
+        return obj if self._job is None else self._all_ranks("broadcast").broadcast_message(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, minimum or maximum over data-parallel ranks of the backbone, on every rank."""
@@ -72,17 +74,27 @@ class RoleCollectives(ParallelStrategy):
             return tensor
         operation = str(reduce_op).lower().rpartition(".")[2].replace("avg", "mean")
         members = [ranks[0] for ranks in self.allocation.members(self.allocation.trunk)]
-        return self._job.groups.cross.reduce_over(members, tensor.detach().cpu(), operation).to(tensor.device)
+        return self._all_ranks("reduce").reduce_over(members, tensor.detach().cpu(), operation).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) say yes."""
         if self._job is None:
             return decision
-        votes = int(self._job.groups.cross.all_reduce(torch.tensor([int(decision)], device="cpu")))
+        votes = int(self._all_ranks("reduce").all_reduce(torch.tensor([int(decision)], device="cpu")))
         return votes == self.world_size if all else votes > 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """``[ranks, ...]``: the tensors of all ranks of all roles."""
         if self._job is None:
             return tensor.unsqueeze(0)
-        return torch.stack(self._job.groups.cross.gather_messages(tensor.detach().cpu())).to(tensor.device)
+        return torch.stack(self._all_ranks("all_gather").gather_messages(tensor.detach().cpu())).to(tensor.device)
+
+    def _all_ranks(self, what: str) -> CrossGroup:
+        """The group of all ranks, for a collective in which they meet.
+
+        Raises:
+            RuntimeError: they never will.
+        """
+        if isinstance(self._lightning_module, StepLogging):
+            self._lightning_module.refuse_in_a_batch(what, self.world_size)
+        return self.job.groups.cross

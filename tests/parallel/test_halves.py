@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrizations import orthogonal
 
 from flowtrain_lightning.parallel.halves import (
     half_parameters,
@@ -53,6 +56,24 @@ def test_the_absent_half_has_names_and_shapes_but_no_memory(kind, own, other):
 def test_a_half_has_the_weights_that_it_has_in_one_process(kind, own):
     alone, together = weights(built(kind, own), own), weights(built(kind), own)
     assert all(torch.equal(alone[name], together[name]) for name in together)
+
+
+class Orthogonal(TinyVLM):
+    """Its backbone is built by what reads weights."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        orthogonal(self.backbone.block.out)
+
+
+@pytest.mark.parametrize("own", ["encoder", "backbone"])
+def test_a_half_that_reads_weights_while_it_is_built_is_given_up_afterwards(own):
+    together = weights(built(Orthogonal), own)
+    with pytest.warns(match="Ranks without the backbone build it whole") if own == "encoder" else nullcontext():
+        module = built(Orthogonal, own)
+    alone, other = weights(module, own), {"encoder": "backbone", "backbone": "encoder"}[own]
+    assert all(torch.equal(alone[name], together[name]) for name in together)
+    assert all(tensor.is_meta for tensor in half_tensors(module, other))
 
 
 def test_building_leaves_the_users_random_stream_alone():

@@ -28,6 +28,18 @@ def test_what_no_other_rank_could_run_is_refused_before_any_starts(first, monkey
         launcher.launch(pytest.fail)
 
 
+def test_a_script_that_has_left_the_folder_of_its_start_is_told_how_to_be_found(tmp_path, monkeypatch):
+    (script := tmp_path / "train.py").touch()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir((tmp_path / "other").mkdir() or tmp_path / "other")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    launcher = RankLauncher(LightningEnvironment(), HealthMonitor(), 2, 1, check=pytest.fail)
+    with pytest.raises(MisconfigurationException, match=f"Start it by its whole path, {script}"):
+        launcher.launch(pytest.fail)
+
+
 def launch_one(rank, ranks):
     """Starts a script as rank 1, which needs long before it could look after itself."""
     script = Path(os.environ["FOLDER"], "script.py")

@@ -77,6 +77,20 @@ def names_in(code: CodeType) -> Iterator[tuple[str, bool]]:
             yield from names_in(constant)
 
 
+def names_from(kind: type, methods: list[str]) -> set[tuple[str, bool]]:
+    """Names in methods of a class, and in those of its methods that they name; and whether these set them."""
+    found, reached, left = set[tuple[str, bool]](), set[str](), list(methods)
+    while left:
+        if (method := left.pop()) in reached:
+            continue
+        reached.add(method)
+        if (code := code_object(getattr(kind, method, None))) is not None:
+            named = {*names_in(code)}
+            found |= named
+            left += [name for name, _ in named if callable(getattr(kind, name, None))]
+    return found
+
+
 def code_of(kinds: Iterable[type]) -> Iterator[tuple[str, str]]:
     """Names of the code of classes: the files in which they and their bases are written, and what these name elsewhere.
 

@@ -33,6 +33,23 @@ def shards_of_node(trainer: L.Trainer | None) -> tuple[RankShard, ...]:
     return tuple(RankShard.plain(rank, trainer.world_size) for rank in ranks)
 
 
+def refuse_loader_of_others(trainer: L.Trainer, shard: RankShard) -> None:
+    """Raises a DataError where a loader deals steps to other ranks than those of the Trainer.
+
+    Args:
+        trainer: runs the steps.
+        shard: what of a step the loader has given.
+    """
+    own = own_shard(trainer)
+    if shard.own != own.own or shard.members.counts != own.members.counts:
+        raise DataError(
+            f"The loader gives member {dict(shard.own)} of {dict(shard.members.counts)}, but rank "
+            f"{trainer.global_rank} is member {dict(own.own)} of {dict(own.members.counts)}: it was made before its "
+            "data module knew the ranks. Give the data module itself, not its loaders: "
+            "trainer.fit(module, datamodule=data)."
+        )
+
+
 def warn_of_idle_ranks(steps: Steps, shard: RankShard) -> None:
     """Tells of ranks of the trunk that will have no work, as steps have fewer microbatches than there are ranks."""
     if isinstance(steps, Sampling) or steps.settings is None:
