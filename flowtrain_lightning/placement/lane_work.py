@@ -33,7 +33,8 @@ def lane_work(
         costs: what it takes.
         kept_batches: encoder batches whose activations each rank keeps.
     """
-    producers, members = allocation.producers, allocation.step_members()
+    # What a batch keeps is counted in a run's first step.
+    producers, members = allocation.producers, replace(allocation.step_members(), activation_bytes=None)
     trunk, behind = allocation.trunk, allocation.graph.behind
     parts = {role: part_names(role, members.pipeline_of(role)) for role in (trunk, *behind, *producers)}
     producing = [name for role in producers for name in parts[role]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,13 +22,16 @@ from flowtrain_lightning.runtime.program_in_order import in_searched_order
 from flowtrain_lightning.runtime.program_in_stages import RowsBetween, by_stages, in_stages, rows_between
 
 
-def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepProgram:
+def make_program(
+    plan: StepPlan, shard: RankShard, kept_batches: int, row_bytes: Mapping[str, float] = MappingProxyType({})
+) -> StepProgram:
     """The work of one rank.
 
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
         kept_batches: encoder batches per rank whose activations may be kept at a time.
+        row_bytes: see `searched_step`.
     """
     members, trunk = shard.members, shard.members.trunk
     made: dict[BatchOf, list[int]] = {}
@@ -69,9 +73,10 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         holds_all=holds_all,
         read_rows=_read_rows(plan, between) if holds_all else (),
     )
-    return (
-        in_searched_order(program, shard, searched_step(plan, members, kept_batches)) if members.searched else program
-    )
+    if not members.searched:
+        return program
+    searched = searched_step(plan, members, kept_batches, row_bytes)
+    return replace(in_searched_order(program, shard, searched), row_bytes=row_bytes)
 
 
 def _trunk_role(

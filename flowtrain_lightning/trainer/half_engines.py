@@ -151,7 +151,8 @@ def _make(module: FlowModule, precision: str, job: Job, device: torch.device) ->
             allocation.layouts[role],
             groups[role],
             recompute=allocation.recompute.get(role, "none"),
-            offload=allocation.offload.get(role, "none"),
+            # Within a limit each batch's activations leave by a choice of its own.
+            offload="none" if allocation.activation_bytes is not None else allocation.offload.get(role, "none"),
             device_type=device.type,
             precision=precision,
             early=job.groups.role_cpu is None or allocation.placement == "separate",

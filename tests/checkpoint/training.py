@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ SEARCHED = Allocation(
     order="searched",
 )
 
+LIMITED = replace(SEARCHED, activation_bytes=100_000.0, offload={"encoder": "activations"})
+"""Some batches of a step are kept, some computed again or moved."""
+
 STAGED: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {}),
     "stages of shards": (4, {"shard": "fsdp"}),
@@ -66,6 +70,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "mixed 1+2": (3, {"placement": "mixed", "encoder_ranks": 1}),
     "colocated": (2, {"placement": "colocated"}),
     "searched order": (2, {"allocation": SEARCHED}),
+    "searched order, limited": (2, {"allocation": LIMITED}),
     "alone": (1, {"placement": "colocated"}),
     "auto": (1, None),
     "ddp": (2, None),

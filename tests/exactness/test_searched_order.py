@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,13 @@ def train(folder: Path, layout: str, allocation: Allocation | None, name: str, *
     data = folder / "data"
     if not data.exists():
         write_steps(data)
-    strategy = dict(more.pop("strategy", {}))
+    strategy, settings = dict(more.pop("strategy", {})), {**CUT, **more.pop("settings", {})}
     arguments = {"data": str(data), "kind": "deep", "precision": "64-true", "clip": CLIP, "module": {}, **more}
     target = "tests.exactness.reference:train"
     if allocation is not None:
         write_plan(allocation, folder / f"{name}.yaml", "of a test")
         target, strategy = "tests.exactness.train:train", {**strategy, "allocation": str(folder / f"{name}.yaml")}
-        arguments |= {"layout": layout, "strategy": strategy, "settings": CUT}
+        arguments |= {"layout": layout, "strategy": strategy, "settings": settings}
     ranks = ranks_of(layout) if allocation is not None else 1
     return read_run(run_jobs(folder, [Job(name, target, ranks, arguments)])[name].check().folder)
 
@@ -79,6 +81,39 @@ def test_a_searched_order_trains_as_the_plain_loop_does(tmp_path, layout, alloca
     if precision == "32-true":
         weights = without_key_biases(weights[0]), without_key_biases(weights[1])
     assert error(*weights) <= LIMIT[precision]
+
+
+MOST, FULL = 690_000.0, {"token_budget": 128}
+"""Bytes of activations within which some batches of a step keep theirs, and some do not; microbatches that fit."""
+
+
+def limited(allocation: Allocation) -> Allocation:
+    """With room for some of a step's activations: the encoder's are computed again, the backbone's move."""
+    return replace(allocation, activation_bytes=MOST, offload={"backbone": "activations"})
+
+
+@pytest.mark.parametrize(
+    ("layout", "allocation", "precision"),
+    [
+        pytest.param("colocated 2", limited(colocated(2, 2, 2)), "64-true", id="both in stages"),
+        pytest.param("colocated 2", limited(colocated(2, 1)), "32-true", id="no stages", marks=pytest.mark.full),
+        pytest.param("1+2", limited(separate(1, 2)), "64-true", id="1+2", marks=pytest.mark.full),
+    ],
+)
+def test_so_do_batches_that_are_kept_computed_again_and_moved_in_one_step(tmp_path, layout, allocation, precision):
+    expected = train(tmp_path, layout, None, "plain", precision=precision)
+    found = train(tmp_path, layout, allocation, "limited", precision=precision, settings=FULL)
+    assert found.losses == pytest.approx(expected.losses, rel=LIMIT[precision])
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= LIMIT[precision]
+    first, *others = [sum(map(Counter, of_ranks), Counter()) for of_ranks in zip(*found.computed, strict=True)]
+    assert first["backbone: forward again"] == first["backbone: backward"]  # it counts what is kept
+    assert first["encoder: forward again"] == first["encoder: backward"]
+    assert any(
+        0 < each["encoder: forward again"] < each["encoder: backward"]
+        and 0 < each["backbone: forward moved"] < each["backbone: backward"]
+        for each in others
+    ), others
+    assert not any(each["backbone: forward again"] for each in others)
 
 
 @pytest.mark.full

@@ -13,11 +13,11 @@ from tests.runtime.staged import StagedStep, direct_gradients
 from tests.runtime.test_lanes_in_stages import BUDGETS, EVENTS, KEPT, PLACEMENT, RANKS, STAGES, plan_of
 
 
-def check(sizes, encoders, backbones, stages, budget, placement, kept, trains, costs, events):
+def check(sizes, encoders, backbones, stages, budget, placement, kept, trains, costs, events, **limit):
     """Runs a step in the fewest bytes that cannot block, and compares its gradients with those of one go."""
     encoders = {"separate": 0, "colocated": stages * backbones, "mixed": stages * backbones + 1}[placement] or encoders
     plan = plan_of(sizes, encoders, backbones, stages, budget)
-    how = {"colocated": placement != "separate", "kept_batches": kept, "trains": trains, "searched": costs}
+    how = {"colocated": placement != "separate", "kept_batches": kept, "trains": trains, "searched": costs, **limit}
     step = StagedStep(plan, StageSchedule(stages), seed=events, **how)
     encoder, *of_stages = direct_gradients(plan, stages)
     for found, wanted in zip(step.gradients, [encoder if trains else 0 * encoder, *of_stages], strict=True):
@@ -48,3 +48,13 @@ def test_a_searched_order_gives_the_same_bits_in_every_order_of_events(placement
     found = [check(sizes, 2, 1, 2, 30, placement, 1, True, 7, events) for events in range(5)]
     assert all(torch.equal(*pair) for step in found for pair in zip(step.gradients, found[0].gradients, strict=True))
     assert all(step.executed == found[0].executed for step in found)
+
+
+@pytest.mark.parametrize("most", [100.0, pytest.param(1e9, marks=pytest.mark.full)])
+def test_batches_that_keep_nothing_or_move_what_they_keep_lose_no_gradient(most):
+    sizes = make_sizes(*[(10, [7, 3]), (30, []), (5, [20])] * 4)
+    step = check(sizes, 2, 1, 2, 30, "colocated", 9, True, 7, 0, activation_bytes=most)
+    batches = [batch for program in step.programs for role in program.roles.values() for batch in role.batches.values()]
+    again, moved = sum(batch.recomputes for batch in batches), sum(batch.moves for batch in batches)
+    assert (again > 0, moved > 0) == ((True, True) if most < 1e9 else (False, False))
+    assert again + moved < len(batches)
