@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,8 @@ from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.step import Step
 
-_log = logging.getLogger("lightning.pytorch")  # whose messages of ranks other than 0 are shown, too
+_SPARE = 1.05
+"""Of what was counted, for batches that have more rows of features, or more samples, for each token."""
 
 
 class ActivationCount:
@@ -57,6 +57,21 @@ class ActivationCount:
             self._trained, self.row_bytes, self._found = trained, MappingProxyType({}), {}
         return program.row_bytes != self.row_bytes
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, in JSON types: a run that goes on keeps what it would have kept."""
+        return {"trained": sorted(self._trained), "row_bytes": dict(self.row_bytes)}
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Takes what a checkpoint of the same allocation holds.
+
+        Args:
+            saved: what the checkpoint says of its run, its allocation among it.
+        """
+        own = self._job.allocation.state_dict()
+        if "activations" in saved and all(saved.get(name) == value for name, value in own.items()):
+            self._trained = frozenset(saved["activations"]["trained"])
+            self.row_bytes = MappingProxyType(dict(saved["activations"]["row_bytes"]))
+
     @contextmanager
     def again(self, role: str, rows: int) -> Iterator[None]:
         """Inside, a forward runs again: what it keeps of so many tokens or patches is counted, metrics see it once."""
@@ -79,7 +94,8 @@ class ActivationCount:
                 return
             with saved_tensors_hooks(note, _same):
                 yield
-        self._found[part] = max(self._found.get(part, 0.0), float(math.ceil(sum(kept.values()) / rows)))
+        found = float(math.ceil(sum(kept.values()) / rows * _SPARE))
+        self._found[part] = max(self._found.get(part, 0.0), found)
 
     def agree(self, step: Step, loader: Any) -> None:
         """After a step that trained: ranks tell each other what they counted, if there was anything to count.
@@ -104,14 +120,17 @@ class ActivationCount:
         for of_rank in self._job.groups.cross.gather_messages(self._found):
             for part, count in of_rank.items():
                 found[part] = max(found.get(part, 0.0), count)
-        if isinstance(loader, StepLoader):
-            packing = loader.steps.packing
-            longest = {
-                role: max(rows, packing.token_budget if role == self._trunk else packing.encoder_budget)
-                for role, rows in longest.items()
-            }
+        packing = loader.steps.packing if isinstance(loader, StepLoader) else None
         for part, role in parts.items():
-            _refuse_too_few(part, found[part], longest[role], self._limit)
+            setting = "token_budget" if role == self._trunk else "encoder_budget"
+            rows = max(longest[role], getattr(packing, setting, 0))
+            if found[part] * rows > self._limit:
+                raise ValueError(
+                    f"The {part} keeps {found[part]:,.0f} bytes of a token or patch for its backward, so "
+                    f"{found[part] * rows:,.0f} of a batch of {rows:,}, but activation_bytes is {self._limit:,.0f}: "
+                    "one batch alone finds no room. Raise it, or set "
+                    f"{setting} to at most {self._limit // found[part]:,.0f}."
+                )
         self.row_bytes = MappingProxyType(found)
         kept = ", ".join(f"{part}: {count:,.0f}" for part, count in sorted(found.items()))
         rank_zero_info(
@@ -124,16 +143,6 @@ def _longest(plan: StepPlan, role: str) -> int:
     """Tokens, or patches, of the longest batch of a role."""
     lengths = plan.lengths(role)
     return max((int(lengths[items].sum()) for own in plan.batches[role] for items in own), default=0)
-
-
-def _refuse_too_few(part: str, row_bytes: float, rows: int, limit: float) -> None:
-    if row_bytes * rows > limit:
-        raise ValueError(
-            f"The {part} keeps {row_bytes:,.0f} bytes of a token or patch for its backward, so {row_bytes * rows:,.0f} "
-            f"of a batch of {rows:,}, but activation_bytes is {limit:,.0f}: one batch alone finds no room. Raise it, "
-            f"or let batches be of at most {limit // row_bytes:,.0f} (token_budget of the backbone, encoder_budget of "
-            "encoders)."
-        )
 
 
 def _same(tensor: Tensor) -> Tensor:

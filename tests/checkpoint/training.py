@@ -47,7 +47,7 @@ SEARCHED = Allocation(
     order="searched",
 )
 
-LIMITED = replace(SEARCHED, activation_bytes=100_000.0, offload={"encoder": "activations"})
+LIMITED = replace(SEARCHED, activation_bytes=400_000.0, offload={"encoder": "activations"})
 """Some batches of a step are kept, some computed again or moved."""
 
 STAGED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -177,7 +177,7 @@ def write_data(folder: Path) -> None:
 
 def make_data(folder: str, *, much_to_encode: bool = False) -> Any:
     packing = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)}) if much_to_encode else PackingConfig()
-    return tiny_data(Path(folder), global_batch_size=4, packing=packing)
+    return tiny_data(Path(folder), global_batch_size=4, packing=packing, encoder_budget=256)
 
 
 def make_trainer(layout: str, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
