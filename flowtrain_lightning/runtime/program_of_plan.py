@@ -14,7 +14,7 @@ from flowtrain_lightning.packing.policies.member_orders import MemberOrder, memb
 from flowtrain_lightning.packing.policies.trunk_order import stage_order, trunk_order
 from flowtrain_lightning.packing.policies.virtual_stages import ChunkPass
 from flowtrain_lightning.packing.searched.order_of_step import searched_step
-from flowtrain_lightning.packing.stage_entries import hidden_states, part_names
+from flowtrain_lightning.packing.stage_entries import hidden_states, part_names, stage_name
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
@@ -75,7 +75,9 @@ def make_program(
     )
     if not members.searched:
         return program
-    searched = searched_step(plan, members, kept_batches, row_bytes)
+    parts = {role: stage_name(role, shard.stages[role]) if role in shard.stages else role for role in shard.own}
+    own_ranks = {members.searched[part][shard.own[role]] for role, part in parts.items()}
+    searched = searched_step(plan, members, kept_batches, row_bytes, own_ranks)
     return replace(in_searched_order(program, shard, searched), row_bytes=row_bytes)
 
 

@@ -48,7 +48,11 @@ class SearchedStep:
 
 
 def searched_step(
-    plan: StepPlan, members: StepMembers, kept_batches: int, row_bytes: Mapping[str, float] = MappingProxyType({})
+    plan: StepPlan,
+    members: StepMembers,
+    kept_batches: int,
+    row_bytes: Mapping[str, float] = MappingProxyType({}),
+    own_ranks: Collection[int] | None = None,
 ) -> SearchedStep:
     """Searches the order of a step. It is a function of the plan, what its batches cost, and the limits.
 
@@ -62,6 +66,7 @@ def searched_step(
         kept_batches: encoder batches whose activations a rank keeps.
         row_bytes: role, or stage of one -> bytes of a token or patch that it keeps from forward to backward. Nothing is
             kept where it is not known.
+        own_ranks: those for whose batches it is chosen what they keep; None: all.
 
     Raises:
         ValueError: one batch alone keeps more than a rank may.
@@ -81,6 +86,7 @@ def searched_step(
     if members.activation_bytes is not None:
         known = np.array([part in row_bytes for part in parts])
         room = np.array([row_bytes.get(part, 0.0) * plan.length(of) for part, of in zip(parts, of_works, strict=True)])
+        room *= own_ranks is None or np.isin(graph.ranks, [*own_ranks])
         gone = _given_up(graph, found.order, room, again | ~known, members.activation_bytes)
         moves = gone & known & ~again & np.array([batch.role in members.moving for batch in of_works])
         again = gone & ~moves

@@ -30,11 +30,13 @@ MEMBERS = StepMembers(
 PLAN = plan_step(SIZES, np.arange(len(SIZES)), MEMBERS, token_budget=TOKEN_BUDGET, encoder_budget=60)
 
 
-def searched(kept: int, seed: int, row_bytes: dict[str, float] = ROW_BYTES, **limit: Any) -> SearchedStep:
+def searched(
+    kept: int, seed: int, row_bytes: dict[str, float] = ROW_BYTES, own_ranks: list[int] | None = None, **limit: Any
+) -> SearchedStep:
     """The order of a step of two ranks, each with a stage of both roles, at random costs."""
     random = np.random.default_rng(seed)
     costs = {role: [random.uniform(1, 20, len(own)).tolist() for own in PLAN.batches[role]] for role in PLAN.batches}
-    return searched_step(replace(PLAN, costs=costs), replace(MEMBERS, **limit), kept, row_bytes)
+    return searched_step(replace(PLAN, costs=costs), replace(MEMBERS, **limit), kept, row_bytes, own_ranks)
 
 
 def held_at_most(step: SearchedStep) -> list[float]:
@@ -102,3 +104,12 @@ def test_a_batch_of_which_it_is_not_known_what_it_keeps_keeps_nothing():
 def named(batch: BatchOf) -> BatchOf:
     """The batch as the plan has it, whose parts go through the stages."""
     return batch._replace(role=batch.role.split()[0])
+
+
+def test_a_rank_chooses_for_its_own_batches_what_all_would_choose_for_it():
+    limit = {"activation_bytes": max(held_at_most(searched(9, 0))) * 0.6, "moving": ("backbone",)}
+    of_all = searched(9, 0, **limit)
+    for rank in range(2):
+        own = searched(9, 0, own_ranks=[rank], **limit)
+        for one, other in ((own.recomputed, of_all.recomputed), (own.moved, of_all.moved)):
+            assert one == {batch for batch in other if MEMBERS.searched[batch.role][0] == rank}
