@@ -123,10 +123,13 @@ def test_so_do_batches_that_are_kept_computed_again_and_moved_in_one_step(
 
 
 @pytest.mark.full
-def test_so_does_one_with_a_frozen_encoder_in_stages(tmp_path):
+@pytest.mark.parametrize(
+    "allocation", [colocated(2, 2, 2), limited(colocated(2, 2, 2), "encoder")], ids=["", "limited"]
+)
+def test_so_does_one_with_a_frozen_encoder_in_stages(tmp_path, allocation):
     frozen = {"module": {"freeze_encoder": True}}
     expected = train(tmp_path, "colocated 2", None, "plain", **frozen)
-    found = train(tmp_path, "colocated 2", colocated(2, 2, 2), "searched", **frozen)
+    found = train(tmp_path, "colocated 2", allocation, "searched", settings=FULL, **frozen)
     assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= LIMIT["64-true"]
     assert error(found.weights[-1], expected.weights[-1]) <= LIMIT["64-true"]
 

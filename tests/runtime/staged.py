@@ -162,7 +162,7 @@ class StagedStep:
         encoder_stages: those of the encoder.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
         searched: one order of all works is searched, from costs of which this is the seed.
-        activation_bytes: that a rank may keep, where a token or patch keeps one; the encoder's are moved.
+        room_for: so many of the longest batch has each rank room for activations; the encoder's are moved.
 
     Attributes:
         executed: the passes of the ranks, in order.
@@ -183,7 +183,7 @@ class StagedStep:
         sharing: bool = False,
         searched: int | None = None,
         encoder_stages: int = 1,
-        activation_bytes: float | None = None,
+        room_for: float | None = None,
     ) -> None:
         encoders, backbones, stages = len(plan.batches["encoder"]), len(plan.microbatches), pipeline.stages
         trunk, encoding = range(stages * backbones), encoders * encoder_stages
@@ -200,7 +200,11 @@ class StagedStep:
         }
         if searched is not None:
             members, plan = replace(members, searched=_first_ranks(ranks_of)), with_random_costs(plan, searched)
-            members = replace(members, activation_bytes=activation_bytes, moving=("encoder",))
+            longest = max(
+                int(plan.lengths(role)[items].sum()) for role, own in plan.batches.items() for items in sum(own, ())
+            )
+            most = None if room_for is None else room_for * longest
+            members = replace(members, activation_bytes=most, moving=("encoder",))
         row_bytes = dict.fromkeys(ranks_of, 1.0)
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
