@@ -258,7 +258,7 @@ def _candidate(problem: RoleProblem, allocation: Allocation) -> Candidate:
     reason = why_undividable(problem, layout.tensor, layout.stages.runs, layout.context, layout.expert)
     if reason is not None:
         raise PlanningError(reason)
-    found = evaluate(problem, family_of(layout, recompute, offload))
+    found = evaluate(problem, family_of(layout, recompute, offload, allocation.activation_bytes))
     time, memory = found.time, found.memory
     seconds, size, batch = (float(each[0]) for each in (time.total, memory.total, time.batch))
     return Candidate(role, layout, recompute, seconds, size, batch, offload)

@@ -118,10 +118,10 @@ def in_searched_order(work: StepWork, searched: SearchedStep, *, trains: bool) -
     def placed(batch: TimedBatch, named: BatchOf) -> TimedBatch:
         if Work(named, "forward") not in places:  # there is nothing in it
             return batch
+        # What is moved is taken to be no quicker than what is computed again.
+        again = named in searched.recomputed | searched.moved and (trains or named.role not in searched.producing)
         return replace(
-            batch,
-            places=(places[Work(named, "forward")], places[Work(named, "backward")]),
-            recomputed=trains and named in searched.recomputed,
+            batch, places=(places[Work(named, "forward")], places[Work(named, "backward")]), recomputed=again
         )
 
     return {
