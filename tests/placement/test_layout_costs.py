@@ -13,6 +13,7 @@ from flowtrain_lightning.allocator import (
     AllocationError,
     Cluster,
     Layout,
+    PlanningError,
     Workload,
     named_model,
     role_problems,
@@ -55,8 +56,8 @@ def planned(allocation, frozen=(), each=EACH):
     workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, *budgets)
     module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
     problems = role_problems(module, workload, Cluster(device, 8, 8))
-    found = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4)
-    return given_plan(problems, allocation), found.step_seconds
+    predicted = given_plan(problems, allocation)
+    return predicted, simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4).step_seconds
 
 
 FSDP, HSDP = Layout(8, shard="fsdp"), Layout(8, shard="fsdp", replicas=2)
@@ -114,3 +115,6 @@ def test_within_a_limit_of_activations_a_step_is_longer_and_memory_is_less():
     assert (as_long, same.peak_bytes) == (seconds, all_kept.peak_bytes)
     assert 1.02 * seconds < longer < 4 / 3 * seconds
     assert less.peak_bytes < all_kept.peak_bytes
+    assert less.allocation(8) == replace(free, activation_bytes=12e9, recompute=dict.fromkeys(free.layouts, "none"))
+    with pytest.raises(PlanningError, match="activation_bytes is 1 GB: one batch alone finds no room"):
+        planned(replace(free, activation_bytes=1e9))
