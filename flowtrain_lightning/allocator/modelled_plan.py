@@ -91,8 +91,11 @@ class ModelledPlan(Prediction):
         together = ("uniform", "colocated")
         if self.kind != other.kind and not (self.kind in together and other.kind in together):
             return False
-        mine, others = ([(r, c.layout, c.recompute, c.offload) for r, c in one.chosen.items()] for one in (self, other))
-        return mine == others
+        mine, others = (
+            [(r, c.layout, c.recompute, c.offload, c.activation_bytes) for r, c in one.chosen.items()]
+            for one in (self, other)
+        )
+        return mine == others and self.order == other.order
 
     def allocation(self, per_node: int) -> Allocation:
         """The plan's layouts put onto nodes of ``per_node`` devices.

@@ -175,9 +175,9 @@ def write_data(folder: Path) -> None:
     write_records(folder, 6, "val.jsonl", seed=1)
 
 
-def make_data(folder: str, *, much_to_encode: bool = False) -> Any:
+def make_data(folder: str, *, much_to_encode: bool = False, **settings: Any) -> Any:
     packing = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)}) if much_to_encode else PackingConfig()
-    return tiny_data(Path(folder), global_batch_size=4, packing=packing, encoder_budget=256)
+    return tiny_data(Path(folder), global_batch_size=4, packing=packing, **settings)
 
 
 def make_trainer(layout: str, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
@@ -207,8 +207,9 @@ def train(
     """Trains a case to its end; saves on the way, and twice when all is over."""
     recorder = Recorder(folder, saves)
     trainer = make_trainer(layout, [recorder], default_root_dir=folder)
-    # On mixed ranks as much as makes all of them encode.
-    data_module = make_data(data, much_to_encode=layout.startswith("mixed"))
+    # On mixed ranks as much as makes all of them encode; where activations are limited, no more than has room.
+    settings = {"encoder_budget": 256} if layout.endswith("limited") else {}
+    data_module = make_data(data, much_to_encode=layout.startswith("mixed"), **settings)
     trainer.fit(make_module(case), data_module, ckpt_path=resume)
     recorder.save(trainer)
     if saves:
