@@ -15,8 +15,9 @@ def is_of_weights(tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return True
-    causes = () if base.grad_fn is None else base.grad_fn.next_functions
-    return bool(causes) and all(isinstance(getattr(cause, "variable", None), nn.Parameter) for cause, _ in causes)
+    if base.grad_fn is None or base.grad_fn.name() != "ToCopyBackward0":
+        return False
+    return all(isinstance(getattr(cause, "variable", None), nn.Parameter) for cause, _ in base.grad_fn.next_functions)
 
 
 class ActivationsOnHost(saved_tensors_hooks):

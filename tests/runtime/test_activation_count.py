@@ -19,7 +19,7 @@ from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.parallel.offloading import is_of_weights
 from flowtrain_lightning.runtime.activation_count import ActivationCount
 from flowtrain_lightning.runtime.timeline import AGAIN
-from tests.exactness.data import STEPS, steps_data, write_steps
+from tests.exactness.data import steps_data, write_steps
 from tests.exactness.modules import Deep
 
 MOST = 600_000.0
@@ -81,7 +81,7 @@ def trained(data: Path, most: float | None) -> tuple[int, Counter[str]]:
         strategy=FlowTrainStrategy(allocation=allocated(most), encoder_activations=20),
         accelerator="cpu",
         devices=1,
-        max_steps=STEPS,
+        max_steps=4,
         limit_val_batches=0,
         logger=False,
         enable_progress_bar=False,
