@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks.launch import machine
-from benchmarks.memory_choice import Layer, choices_of, chosen_memory, with_choices
+from benchmarks.memory_choice import Layer, choices_of
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.packing.play import play
 from flowtrain_lightning.packing.policies.trunk_order import in_order
 from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
+from flowtrain_lightning.packing.searched.memory_choice import chosen_memory, with_choices
 from flowtrain_lightning.packing.searched.searched_order import (
     Limits,
     ListedOrder,
@@ -239,7 +240,7 @@ def ladder(seed: int) -> dict[str, Any]:
     searching = time.process_time() - begun
     choices = choices_of(step.graph, step.layers, steps=2)
     begun = time.process_time()
-    kept = with_choices(step.keeps, choices, chosen_memory(step.graph, found, choices, limits.kept))
+    kept = with_choices(step.keeps, choices, chosen_memory(step.graph, found.order, choices, limits.kept))
     choosing = time.process_time() - begun
     again = by_priority(kept, limits, np.argsort(found.order).astype(np.float64))
     chosen = searched_order(kept, limits, [again])

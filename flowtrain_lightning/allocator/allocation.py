@@ -37,6 +37,8 @@ class Allocation:
         offload: role -> what of it lies in host memory; ``"none"`` for absent roles.
         edges: what flows between the roles. None follows from their names, or else from the module that trains.
         order: what decides in which order ranks work.
+        activation_bytes: of activations that a rank may keep for backwards, in a searched order. What finds no room is
+            computed again, or moved to host memory where its role offloads activations, each batch by itself.
 
     Raises:
         AllocationError: a role is missing, or ranks contradict the placement or each other.
@@ -49,6 +51,7 @@ class Allocation:
     offload: Mapping[str, Offload] = field(default_factory=dict)
     edges: tuple[Edge, ...] | None = None
     order: Order = "rules"
+    activation_bytes: float | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown_placement(self.placement, get_args(Placement))
@@ -146,6 +149,8 @@ class Allocation:
             pipelines={role: self.layouts[role].stages for role in self.roles if self.layouts[role].pipeline > 1},
             slices={role: self.layouts[role].context for role in self.roles if self.layouts[role].context > 1},
             searched=self._rank_of_each() if self.order == "searched" else {},
+            activation_bytes=self.activation_bytes,
+            moving=tuple(role for role in self.roles if self.offload.get(role) == "activations"),
         )
 
     def _rank_of_each(self) -> dict[str, tuple[int, ...]]:
@@ -241,7 +246,9 @@ class Allocation:
     def describe(self) -> str:
         """The allocation in one line, for the log."""
         if self.order != "rules":
-            return f"{replace(self, order='rules').describe()}; the order of works is {self.order}"
+            kept = "" if (most := self.activation_bytes) is None else f", in {most:,.0f} bytes of activations"
+            plain = replace(self, order="rules", activation_bytes=None)
+            return f"{plain.describe()}; the order of works is {self.order}{kept}"
         if self.placement == "colocated" and all(layout.is_whole_copies for layout in self.layouts.values()):
             return f"colocated: {' and '.join(self.layouts)} on {_spans(tuple(range(self.size)))}"
         roles = [f"{role} on {_spans(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
@@ -258,6 +265,8 @@ class Allocation:
         }
         if self.order != "rules":
             state["order"] = self.order
+        if self.activation_bytes is not None:
+            state["activation_bytes"] = self.activation_bytes
         return state if self.edges is None else {**state, "edges": [list(edge) for edge in self.edges]}
 
     @classmethod
@@ -266,8 +275,8 @@ class Allocation:
         layouts = {role: Layout(**degrees) for role, degrees in state["layouts"].items()}
         ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
         edges = None if "edges" not in state else tuple(Edge(*edge) for edge in state["edges"])
-        order = state.get("order", "rules")
-        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges, order)
+        searched = state.get("order", "rules"), state.get("activation_bytes")
+        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges, *searched)
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -325,6 +334,20 @@ class Allocation:
             raise AllocationError(
                 f"The order is 'searched', but a {self.graph.behind[0]} reads what the {self.trunk} makes, which the "
                 "search does not know. Leave the order out."
+            )
+        self._refuse_bad_limit()
+
+    def _refuse_bad_limit(self) -> None:
+        if self.activation_bytes is None:
+            return
+        if not 0 < self.activation_bytes < float("inf"):
+            raise AllocationError(f"activation_bytes is {self.activation_bytes}; give the bytes that a rank may keep.")
+        if self.order != "searched":
+            raise AllocationError("activation_bytes is for one order of all works; give order: searched beside it.")
+        for role in (role for role, recompute in self.recompute.items() if recompute != "none"):
+            raise AllocationError(
+                f"The {role} recomputes in every batch, but with activation_bytes only those that find no room are "
+                "computed again. Leave one of them out."
             )
 
     def _refuse_bad_offload(self) -> None:

@@ -94,6 +94,7 @@ class Candidate:
         bytes: memory of a device.
         batch_seconds: time of one microbatch or encoder batch, forward and backward.
         offload: what lies in the host's memory.
+        activation_bytes: that a rank may keep for backwards; None for no limit.
     """
 
     role: str
@@ -103,6 +104,7 @@ class Candidate:
     bytes: float
     batch_seconds: float
     offload: Offload = "none"
+    activation_bytes: float | None = None
 
     @property
     def devices(self) -> int:
@@ -111,7 +113,7 @@ class Candidate:
 
     def details(self, problem: RoleProblem) -> Evaluation:
         """Its times and bytes by purpose."""
-        return evaluate(problem, family_of(self.layout, self.recompute, self.offload))
+        return evaluate(problem, family_of(self.layout, self.recompute, self.offload, self.activation_bytes))
 
 
 @dataclass(frozen=True)

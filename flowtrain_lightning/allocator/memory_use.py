@@ -157,10 +157,11 @@ def _batch_bytes(
         first, last = _bytes_of_split_stages(problem, family, tokens, in_flight * kept, in_flight)
         at_first = first >= last + more
         return np.where(at_first, first, last) + working, np.where(at_first, 0.0, more), features
+    at_first_stage, at_last = (np.minimum(each * kept, family.activation_bytes) for each in (in_flight, 1.0))
     if family.pipeline == 1:
-        return in_flight * kept + working, more, features
-    at_first = (in_flight - 1) * kept >= more
-    return np.where(at_first, in_flight, 1.0) * kept + working, np.where(at_first, 0.0, more), features
+        return at_first_stage + working, more, features
+    at_first = at_first_stage - at_last >= more
+    return np.where(at_first, at_first_stage, at_last) + working, np.where(at_first, 0.0, more), features
 
 
 def _bytes_of_split_stages(

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import exp, hypot
 
-from flowtrain_lightning.allocator.allocation import Allocation
+from flowtrain_lightning.allocator.allocation import Allocation, Order
 from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_undividable
 from flowtrain_lightning.allocator.coefficients import FITTED_DEVICES, ROW_BAND, WIDENING, assumed_efficiency
+from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
 from flowtrain_lightning.allocator.role_layout import Layout, PlanningError
@@ -43,6 +44,7 @@ class ModelledPlan(Prediction):
         peak_bytes: memory of the fullest device.
         band: factors of ``seconds`` between which 80 % of measured steps are expected.
         held_up: how many times as long a step takes as on hosts that decode in no time.
+        order: what decides in which order ranks work.
     """
 
     chosen: Mapping[str, Candidate]
@@ -52,6 +54,7 @@ class ModelledPlan(Prediction):
     peak_bytes: float
     band: Band
     held_up: float = 1.0
+    order: Order = "rules"
 
     @property
     def seconds_low(self) -> float:
@@ -88,8 +91,11 @@ class ModelledPlan(Prediction):
         together = ("uniform", "colocated")
         if self.kind != other.kind and not (self.kind in together and other.kind in together):
             return False
-        mine, others = ([(r, c.layout, c.recompute, c.offload) for r, c in one.chosen.items()] for one in (self, other))
-        return mine == others
+        mine, others = (
+            [(r, c.layout, c.recompute, c.offload, c.activation_bytes) for r, c in one.chosen.items()]
+            for one in (self, other)
+        )
+        return mine == others and self.order == other.order
 
     def allocation(self, per_node: int) -> Allocation:
         """The plan's layouts put onto nodes of ``per_node`` devices.
@@ -101,10 +107,15 @@ class ModelledPlan(Prediction):
         layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
         recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
         offload = {role: candidate.offload for role, candidate in self.chosen.items() if candidate.offload != "none"}
+        found = self._placed(layouts, per_node)
+        limit = self.chosen[Problems.trunk].activation_bytes
+        return replace(found, recompute=recompute, offload=offload, order=self.order, activation_bytes=limit)
+
+    def _placed(self, layouts: Mapping[str, Layout], per_node: int) -> Allocation:
         everyone = tuple(range(self.devices))
         trunk = Problems.trunk
         if self.kind == "separate":
-            return Allocation("separate", layouts, assign_ranks(layouts, trunk, per_node), recompute, offload)
+            return Allocation("separate", layouts, assign_ranks(layouts, trunk, per_node))
         if self.kind == "mixed":
             alone = {trunk: layouts[trunk], "others": Layout(data=self.devices - layouts[trunk].ranks)}
             group = max(layout.ranks_of_shard_group for role, layout in layouts.items() if role != trunk)
@@ -112,8 +123,8 @@ class ModelledPlan(Prediction):
             own = tuple(range(layouts[trunk].ranks))
             if per_node % block == 0:
                 own = assign_ranks(alone, trunk, per_node, block)[trunk]
-            return Allocation("mixed", layouts, dict.fromkeys(layouts, everyone) | {trunk: own}, recompute, offload)
-        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone), recompute, offload)
+            return Allocation("mixed", layouts, dict.fromkeys(layouts, everyone) | {trunk: own})
+        return Allocation("colocated", layouts, dict.fromkeys(layouts, everyone))
 
 
 def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
@@ -140,11 +151,13 @@ def given_plan(problems: Problems, allocation: Allocation) -> ModelledPlan:
     backbone = chosen[problems.trunk]
     encoding = sum(one.seconds for one in chosen.values()) - backbone.seconds
     if allocation.placement == "separate":
-        return side_by_side(problems, chosen)
-    if allocation.placement == "mixed":
+        found = side_by_side(problems, chosen)
+    elif allocation.placement == "mixed":
         shared = encoding + backbone.seconds * backbone.devices / cluster.devices
-        return plan_from("mixed", problems, chosen, seconds=max(shared, backbone.seconds))
-    return plan_from("colocated", problems, chosen, seconds=encoding + backbone.seconds)
+        found = plan_from("mixed", problems, chosen, seconds=max(shared, backbone.seconds))
+    else:
+        found = plan_from("colocated", problems, chosen, seconds=encoding + backbone.seconds)
+    return replace(found, order=allocation.order)
 
 
 def side_by_side(problems: Problems, chosen: Mapping[str, Candidate]) -> ModelledPlan:
@@ -258,7 +271,15 @@ def _candidate(problem: RoleProblem, allocation: Allocation) -> Candidate:
     reason = why_undividable(problem, layout.tensor, layout.stages.runs, layout.context, layout.expert)
     if reason is not None:
         raise PlanningError(reason)
-    found = evaluate(problem, family_of(layout, recompute, offload))
+    family = family_of(layout, recompute, offload, allocation.activation_bytes)
+    alone = kept_activations(problem, family) / layout.pipeline * problem.load.budget
+    if alone > family.activation_bytes:
+        raise PlanningError(
+            f"The {role} keeps {alone / 1e9:,.3g} GB of a batch of {problem.load.budget:,.0f} tokens or patches, but "
+            f"activation_bytes is {family.activation_bytes / 1e9:,.3g} GB: one batch alone finds no room. Raise it, or "
+            "plan with a smaller budget."
+        )
+    found = evaluate(problem, family)
     time, memory = found.time, found.memory
     seconds, size, batch = (float(each[0]) for each in (time.total, memory.total, time.batch))
-    return Candidate(role, layout, recompute, seconds, size, batch, offload)
+    return Candidate(role, layout, recompute, seconds, size, batch, offload, allocation.activation_bytes)

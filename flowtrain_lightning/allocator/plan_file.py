@@ -26,12 +26,14 @@ class PlanContent:
         roles: role -> what `RoleContent` holds, as it stands there.
         edges: modality -> which role encodes it and which one reads the features; needed where names do not say it.
         order: what decides in which order ranks work.
+        activation_bytes: of activations that a rank may keep for backwards.
     """
 
     placement: Placement
     roles: dict[str, Any]
     edges: dict[str, list[str]] | None = None
     order: Order = "rules"
+    activation_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         content["edges"] = named
     if allocation.order != "rules":
         content["order"] = allocation.order
+    if allocation.activation_bytes is not None:
+        content["activation_bytes"] = allocation.activation_bytes
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
     try:
         path.write_text(comment + text, encoding="utf-8")
@@ -110,6 +114,7 @@ def read_plan(path: Path) -> Allocation:
             {role: one.offload for role, one in roles.items() if "offload" in given[role]},
             None if plan.edges is None else tuple(_edge(modality, ends) for modality, ends in plan.edges.items()),
             plan.order,
+            plan.activation_bytes,
         )
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error

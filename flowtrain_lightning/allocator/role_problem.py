@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,6 +134,7 @@ class Family:
         expert: data ranks among which a mixture's experts are divided.
         offload: what lies in the host's memory, beside what the precision says of it.
         schedule: in which order stages work.
+        activation_bytes: that a rank may keep for backwards.
     """
 
     data: FloatArray
@@ -145,6 +147,7 @@ class Family:
     expert: int = 1
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
+    activation_bytes: float = math.inf
 
     @property
     def replica(self) -> int:
@@ -203,12 +206,17 @@ class Family:
         return Layout(*degrees, self.shard, replicas, self.expert, schedule=self.schedule)
 
 
-def family_of(layout: Layout, recompute: Recompute = "none", offload: Offload = "none") -> Family:
-    """A single layout as a family."""
+def family_of(
+    layout: Layout, recompute: Recompute = "none", offload: Offload = "none", activation_bytes: float | None = None
+) -> Family:
+    """A single layout as a family; within a limit of bytes activations are on the host only where they find no room."""
     data = np.array([float(layout.data)])
     group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
     degrees = (data, layout.tensor, layout.pipeline, layout.context)
-    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule)
+    if activation_bytes is None:
+        return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule)
+    offload = "none" if offload == "activations" else offload
+    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule, activation_bytes)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ from flowtrain_lightning.strategy import FlowTrainStrategy
 
 COLOURS = {
     "forward": "#2a78d6",
+    "forward again": "#7fb0ea",
+    "forward moved": "#3f9aa8",
     "backward": "#104281",
+    "weights": "#5b7fb5",
     "communication": "#e8a33d",
     "stall": "#e3e3e0",
 }

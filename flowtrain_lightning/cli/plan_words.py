@@ -58,6 +58,9 @@ def placed_in_words(plan: ModelledPlan) -> str:
 def candidate_in_words(candidate: Candidate) -> str:
     """A role's layout, and what it saves memory by."""
     saved = [_AGAIN[candidate.recompute], _ON_HOST[candidate.offload]]
+    if candidate.activation_bytes is not None:
+        given_up = "are moved to the host's memory" if candidate.offload == "activations" else "are computed again"
+        saved = [f"batches whose activations find no room in {candidate.activation_bytes / 1e9:,.3g} GB {given_up}"]
     return "; ".join(filter(None, [_layout_in_words(candidate.layout), *saved]))
 
 

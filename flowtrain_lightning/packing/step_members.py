@@ -33,6 +33,9 @@ class StepMembers:
             have all.
         searched: role, or stage of one -> the rank of each member, where one order of all works is searched; empty
             where rules of each role decide.
+        activation_bytes: of activations that a rank may keep for backwards, where one order is searched; None for no
+            limit.
+        moving: roles whose activations lie in host memory where they find no room; those of others are computed again.
     """
 
     counts: Mapping[str, int]
@@ -45,6 +48,8 @@ class StepMembers:
     pipelines: Mapping[str, StageSchedule] = field(default_factory=dict)
     slices: Mapping[str, int] = field(default_factory=dict)
     searched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    activation_bytes: float | None = None
+    moving: tuple[str, ...] = ()
 
     @property
     def trunk(self) -> str:

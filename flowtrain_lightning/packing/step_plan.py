@@ -190,6 +190,10 @@ class StepPlan:
         """The length of each item that a role's batches hold: tokens of samples, patches of media items."""
         return self.sizes.tokens if role == self.graph.trunk else self.sizes.media_patches
 
+    def length(self, batch: BatchOf) -> int:
+        """The tokens, or patches, of a batch."""
+        return int(self.lengths(batch.role)[self.batches[batch.role][batch.member][batch.number]].sum())
+
     @cached_property
     def encoded(self) -> IntArray:
         """The numbers of the media items that are encoded, ascending."""

@@ -96,6 +96,11 @@ def recompute_in_backward(block: nn.Module, recompute: Recompute) -> None:
     block.forward = partial(_recomputed, block, block.forward, eager, compiled)  # type: ignore[method-assign]
 
 
+def is_recomputed(block: nn.Module) -> bool:
+    """Whether `recompute_in_backward` has let a block keep less."""
+    return isinstance(block.forward, partial) and block.forward.func is _recomputed
+
+
 def _recomputed(
     block: nn.Module,
     forward: Callable[..., Any],

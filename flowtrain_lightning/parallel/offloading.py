@@ -10,6 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
+def is_of_weights(tensor: Tensor) -> bool:
+    """Whether a tensor that autograd saves is a weight, a view of one, or what autocast has cast of one."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        return True
+    if base.grad_fn is None or base.grad_fn.name() != "ToCopyBackward0":
+        return False
+    return all(isinstance(getattr(cause, "variable", None), nn.Parameter) for cause, _ in base.grad_fn.next_functions)
+
+
 class ActivationsOnHost(saved_tensors_hooks):
     """Inside, saved activations leave for host memory, and return when their backward asks for them.
 
@@ -29,7 +39,7 @@ class ActivationsOnHost(saved_tensors_hooks):
         self.bytes_returned = 0
 
         def leave(tensor: Tensor) -> Any:
-            if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            if is_of_weights(tensor):
                 return tensor
             self.bytes_left += tensor.nbytes
             on_host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)

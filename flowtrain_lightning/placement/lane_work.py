@@ -33,7 +33,11 @@ def lane_work(
         costs: what it takes.
         kept_batches: encoder batches whose activations each rank keeps.
     """
-    producers, members = allocation.producers, allocation.step_members()
+    producers, members, row_bytes = allocation.producers, allocation.step_members(), dict[str, float]()
+    if members.activation_bytes is not None and isinstance(costs, ModelledLayoutCosts):
+        row_bytes = costs.row_bytes
+    else:  # a profile does not say what batches keep
+        members = replace(members, activation_bytes=None)
     trunk, behind = allocation.trunk, allocation.graph.behind
     parts = {role: part_names(role, members.pipeline_of(role)) for role in (trunk, *behind, *producers)}
     producing = [name for role in producers for name in parts[role]]
@@ -69,7 +73,9 @@ def lane_work(
         recomputed = _recomputed(plan, members, kept_batches) if costs.encoder_trains else None
         work = step_work(plan, seconds, recomputed, members.pipelines, costs.on_the_way)
         if members.searched:
-            work = in_searched_order(work, searched_step(plan, members, kept_batches), trains=recomputed is not None)
+            work = in_searched_order(
+                work, searched_step(plan, members, kept_batches, row_bytes), trains=recomputed is not None
+            )
         work = _with_ends(work, ends, closing)
         works.append(
             {

@@ -17,6 +17,7 @@ import numpy as np
 from flowtrain_lightning.allocator import Allocation, AllocationError, RoleProblem
 from flowtrain_lightning.allocator.candidates import why_undividable
 from flowtrain_lightning.allocator.flops import FloatArray, pairs_of_each
+from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, batches, offload_seconds, role_time, slowest_of
@@ -199,10 +200,19 @@ class ModelledLayoutCosts:
         return float(seconds_between_stages(self.problems[role], self._families[role], tokens)[0])
 
     @cached_property
+    def row_bytes(self) -> dict[str, float]:
+        """Role, or stage of one -> bytes of a token or patch that it keeps for its backward."""
+        layouts = self.allocation.layouts.items()
+        parts = [part for role, layout in layouts for part in stage_names(role, layout.pipeline) or (role,)]
+        return {part: kept_activations(*self._parts[part]) for part in parts}
+
+    @cached_property
     def _families(self) -> dict[str, Family]:
         recompute, offload = self.allocation.recompute, self.allocation.offload
         return {
-            role: family_of(one, recompute.get(role, "none"), offload.get(role, "none"))
+            role: family_of(
+                one, recompute.get(role, "none"), offload.get(role, "none"), self.allocation.activation_bytes
+            )
             for role, one in self.allocation.layouts.items()
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -14,16 +15,18 @@ import torch
 from torch import Tensor
 
 from flowtrain_lightning.packing.step_graph import BatchOf, Work
+from flowtrain_lightning.parallel.offloading import ActivationsOnHost
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.parallel.stages.late_weights import LateWeight
 from flowtrain_lightning.pool import Key
 from flowtrain_lightning.runtime.batch_underway import OWN, BatchUnderway
 from flowtrain_lightning.runtime.gathering import Gathering
-from flowtrain_lightning.runtime.program import Lane, RankBatch, ReadEntry
+from flowtrain_lightning.runtime.program import PADDING, Lane, RankBatch, ReadEntry
 from flowtrain_lightning.runtime.role_methods import ForwardResult, RoleMethod
 from flowtrain_lightning.runtime.step import RankContext, Step
-from flowtrain_lightning.runtime.timeline import COMMUNICATION, COMPUTE, STALL
+from flowtrain_lightning.runtime.timeline import AGAIN, COMMUNICATION, COMPUTE, MOVED, STALL
 
+_NOTHING = nullcontext()
 _WAKE_SECONDS = 0.5
 _FETCHED_AHEAD = 2
 """Batches whose rows are fetched as they come: so their makers' bytes are free sooner, and they are here in time."""
@@ -63,11 +66,13 @@ class RolePart:
         method: runs its forwards.
         buffers: of the role's half.
         speaks: of ranks that share a work, which all have the same, this one puts it into the pool.
+        again: inside, a forward runs a second time, of so many tokens or patches.
     """
 
     method: RoleMethod
     buffers: RoleBuffers
     speaks: bool = True
+    again: Callable[[int], AbstractContextManager[None]] = lambda rows: _NOTHING
 
 
 class Executor:
@@ -96,6 +101,7 @@ class Executor:
         self._left: dict[BatchOf, list[LateWeight]] = {work.batch: [] for work in works if work.kind == "weights"}
         self._coming: dict[str, deque[BatchUnderway]] = {}
         self._open: dict[str, dict[int, BatchUnderway]] = {}
+        self._on_host = ActivationsOnHost(pinned=context.compute.device.type != "cpu")
         self._early: list[tuple[str, Gathering, list[Key]]] = []  # what batches read that earlier ones read, too
         self._answers: dict[int, list[Tensor]] = {}  # gradients of entries that later batches of this rank read, too
         for role, each in step.program.roles.items():
@@ -267,7 +273,7 @@ class Executor:
         context.compute.weights(role, self._left.pop(batch), last=work == self._last[role])
         context.timeline.stop(start, role, COMPUTE, "weights", step.stage, step.index, number)
 
-    def _compute(self, work: Work, batch: BatchUnderway, *, keep: bool) -> ForwardResult:
+    def _compute(self, work: Work, batch: BatchUnderway, *, keep: bool, again: bool = False) -> ForwardResult:
         """A forward, by the role's method."""
         role, context, step = work.batch.role, self._context, self._step
         method, number = self._parts[role].method, batch.batch.number
@@ -275,14 +281,20 @@ class Executor:
             context.hand_over(batch.read.copies, batch.read.tensors(name), role, step)
         context.enter(f"forward of {method.batch_name} {number}", step)
         start = context.timeline.start()
-        outputs = method.forward(step, work.batch.member, batch.batch, batch.read, keep=keep)
-        context.timeline.stop(start, role, COMPUTE, "forward", step.stage, step.index, number)
+        moved = keep and batch.batch.moves
+        with self._on_host if moved else _NOTHING:
+            outputs = method.forward(step, work.batch.member, batch.batch, batch.read, keep=keep, again=again)
+        name = AGAIN if again else MOVED if moved else "forward"
+        context.timeline.stop(start, role, COMPUTE, name, step.stage, step.index, number)
         return outputs
 
     def _compute_again(self, work: Work, batch: BatchUnderway) -> ForwardResult:
         """The forward of a batch of which nothing was kept."""
-        with self._parts[work.batch.role].buffers.again(batch.buffers):
-            return self._compute(work, batch, keep=True)
+        role, member, plan = work.batch.role, work.batch.member, self._step.plan
+        number = batch.batch.number
+        rows = 0 if number == PADDING else plan.length(BatchOf(role, member, number))
+        with self._parts[role].buffers.again(batch.buffers), self._parts[role].again(rows):
+            return self._compute(work, batch, keep=True, again=True)
 
     def _send_gradients_before(self, role: str) -> None:
         """Begins to sum the gradients of the roles before this one, once it alone is left; in one order on all ranks.

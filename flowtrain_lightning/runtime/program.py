@@ -76,6 +76,7 @@ class RankBatch:
         read: those that it reads, in the order in which their makers put them.
         rows_read: modality -> rows in all, in the order in which its media items appear in the batch.
         recomputes: nothing is kept of its forward, which runs again before its backward.
+        moves: what its forward keeps lies in host memory until its backward.
         chunk: which run of layers of this rank's stage computes it.
     """
 
@@ -84,6 +85,7 @@ class RankBatch:
     read: tuple[ReadEntry, ...] = ()
     rows_read: Mapping[str, int] = field(default_factory=dict)
     recomputes: bool = False
+    moves: bool = False
     chunk: int = 0
 
 
@@ -158,6 +160,7 @@ class StepProgram:
             inside of a computation takes nothing out of it meanwhile, and must not keep them from coming.
         read_rows: where that is so, for each member that reads the modalities and rows of the entries that it reads.
         searched: the order of all passes of this rank's roles, where one order of all works of the step was searched.
+        row_bytes: what the choice of what each batch keeps rests on; see `ActivationCount`.
     """
 
     roles: Mapping[str, RankRole]
@@ -170,6 +173,7 @@ class StepProgram:
     holds_all: bool = False
     read_rows: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
     searched: tuple[Work, ...] = ()
+    row_bytes: Mapping[str, float] = field(default_factory=dict)
     _sizes: dict[frozenset[tuple[str, FeatureSpec]], PoolDemand] = field(default_factory=dict)
 
     def lanes(self, trained: Collection[str]) -> list[Lane]:

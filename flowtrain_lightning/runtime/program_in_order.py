@@ -8,7 +8,7 @@ from dataclasses import replace
 from flowtrain_lightning.data import RankShard
 from flowtrain_lightning.packing.searched.order_of_step import SearchedStep
 from flowtrain_lightning.packing.stage_entries import stage_name
-from flowtrain_lightning.packing.step_graph import Pass
+from flowtrain_lightning.packing.step_graph import BatchOf, Pass
 from flowtrain_lightning.runtime.program import RankBatch, RankRole, StepProgram
 
 
@@ -24,10 +24,10 @@ def in_searched_order(program: StepProgram, shard: RankShard, searched: Searched
     name_of = {role: stage_name(role, shard.stages[role]) if role in shard.stages else role for role in program.roles}
     for role, each in program.roles.items():
         passes = searched.passes(name_of[role], each.member)
-        batches = dict(each.batches)
-        if name_of[role] in searched.recomputed:
-            again = searched.recomputed[name_of[role]][each.member]
-            batches = {place: replace(batch, recomputes=place in again) for place, batch in batches.items()}
+        batches = {}
+        for place, batch in each.batches.items():
+            named = BatchOf(name_of[role], each.member, place)
+            batches[place] = replace(batch, recomputes=named in searched.recomputed, moves=named in searched.moved)
         roles[role] = replace(each, passes=passes, batches=_read_once(batches, passes) if each.reads else batches)
     role_of = {name: role for role, name in name_of.items()}
     own = searched.own({(name_of[role], each.member) for role, each in roles.items()})

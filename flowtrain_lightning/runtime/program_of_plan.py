@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from flowtrain_lightning.packing.policies.member_orders import MemberOrder, memb
 from flowtrain_lightning.packing.policies.trunk_order import stage_order, trunk_order
 from flowtrain_lightning.packing.policies.virtual_stages import ChunkPass
 from flowtrain_lightning.packing.searched.order_of_step import searched_step
-from flowtrain_lightning.packing.stage_entries import hidden_states, part_names
+from flowtrain_lightning.packing.stage_entries import hidden_states, part_names, stage_name
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, Work
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry, StepProgram
@@ -21,13 +22,16 @@ from flowtrain_lightning.runtime.program_in_order import in_searched_order
 from flowtrain_lightning.runtime.program_in_stages import RowsBetween, by_stages, in_stages, rows_between
 
 
-def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepProgram:
+def make_program(
+    plan: StepPlan, shard: RankShard, kept_batches: int, row_bytes: Mapping[str, float] = MappingProxyType({})
+) -> StepProgram:
     """The work of one rank.
 
     Args:
         plan: who encodes and who reads what.
         shard: which rank it is.
         kept_batches: encoder batches per rank whose activations may be kept at a time.
+        row_bytes: see `searched_step`.
     """
     members, trunk = shard.members, shard.members.trunk
     made: dict[BatchOf, list[int]] = {}
@@ -69,9 +73,12 @@ def make_program(plan: StepPlan, shard: RankShard, kept_batches: int) -> StepPro
         holds_all=holds_all,
         read_rows=_read_rows(plan, between) if holds_all else (),
     )
-    return (
-        in_searched_order(program, shard, searched_step(plan, members, kept_batches)) if members.searched else program
-    )
+    if not members.searched:
+        return program
+    parts = {role: stage_name(role, shard.stages[role]) if role in shard.stages else role for role in shard.own}
+    own_ranks = {members.searched[part][shard.own[role]] for role, part in parts.items()}
+    searched = searched_step(plan, members, kept_batches, row_bytes, own_ranks)
+    return replace(in_searched_order(program, shard, searched), row_bytes=row_bytes)
 
 
 def _trunk_role(

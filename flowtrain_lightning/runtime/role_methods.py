@@ -40,7 +40,9 @@ class RoleMethod(Protocol):
     batch_name: str
     """The name of a batch of the role."""
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
+    def forward(
+        self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool, again: bool = False
+    ) -> ForwardResult:
         """The forward of one batch.
 
         Args:
@@ -49,6 +51,7 @@ class RoleMethod(Protocol):
             batch: which one.
             read: what it reads, complete.
             keep: its backward will follow.
+            again: it ran before, without ``keep``: what is logged and counted was counted then.
         """
 
     def is_for_nothing(self, batch: RankBatch) -> bool:
@@ -71,7 +74,9 @@ class EncoderMethod:
         self._role = role
         self._meets_in_forwards = meets_in_forwards
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
+    def forward(
+        self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool, again: bool = False
+    ) -> ForwardResult:
         """See `RoleMethod`."""
         is_padding = batch.number == PADDING
         media = step.batch.padding_media[self._role] if is_padding else step.batch.media[self._role][batch.number]
@@ -118,7 +123,9 @@ class BackboneMethod:
         self._speaks = speaks
         self._counts = counts
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
+    def forward(
+        self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool, again: bool = False
+    ) -> ForwardResult:
         """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
         compute, packed = self._context.compute, step.batch.microbatches[batch.number]
         assert packed is not None
@@ -134,7 +141,7 @@ class BackboneMethod:
                 stage=step.stage,
                 step=step.name,
                 number=batch.number * len(step.plan.microbatches) + member,
-                counts=self._counts,
+                counts=self._counts and not again,
                 chunk=batch.chunk,
             )
         if step.stage == "predict":
@@ -169,7 +176,9 @@ class GeneratorMethod:
         self._losses = losses
         self._counts = counts
 
-    def forward(self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool) -> ForwardResult:
+    def forward(
+        self, step: Step, member: int, batch: RankBatch, read: Gathering, *, keep: bool, again: bool = False
+    ) -> ForwardResult:
         """See `RoleMethod`; the rows that it reads are leaves of the graph, and have gradients after the backward."""
         role, compute, is_padding = self._role, self._context.compute, batch.number == PADDING
         media = step.batch.padding_media[role] if is_padding else step.batch.media[role][batch.number]

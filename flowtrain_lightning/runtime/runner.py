@@ -25,6 +25,7 @@ from flowtrain_lightning.parallel.halves import half_parameters, role_of
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
 from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import PoolCounters
+from flowtrain_lightning.runtime.activation_count import ActivationCount
 from flowtrain_lightning.runtime.encoder_checks import (
     FrozenEncoder,
     UnusedFeatures,
@@ -79,6 +80,7 @@ class RoleRunner:
         collects_timings: reports of training steps have notes of how long everything took.
         metrics_every: after so many training steps, the report has notes of `RankMetrics`; 0 is never.
         report: of the training step that ended last, equal on all ranks.
+        activations: what batches keep for backwards, where that is limited.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class RoleRunner:
         # Without memory on a rank that does not encode.
         self._of_roles = {role: half_parameters(module, role) for role in job.allocation.roles}
         self._losses = JointLosses(module)
+        self.activations = ActivationCount(module, job)
         # Where weights are gathered and given back, casts that are kept would stay in their place.
         whole = [role for role in self._roles if not layouts[role].gathers_weights]
         trading = [role for role in self._roles if layouts[role].expert > 1 or layouts[role].context > 1]
@@ -158,6 +161,7 @@ class RoleRunner:
                 engine.send_gradients()
             note = self._note(step) if self.collects_timings or self.metrics_every else None
             report = self._end(step, context, batch_idx, note)
+            self.activations.agree(step, self.trainer.train_dataloader)
         context.enter("wait for the sum of the gradients", step)
         start = self.timeline.start()
         self._losses.refuse_other_counts(step.plan, report, self._compute.patch_dims)
@@ -217,7 +221,7 @@ class RoleRunner:
 
     def prepare(self, batch: StepBatch) -> StepProgram:
         """This rank's work in a step; asked for ahead of it, in the loader's thread."""
-        program = make_program(batch.plan, batch.shard, self._encoder_activations)
+        program = make_program(batch.plan, batch.shard, self._encoder_activations, self.activations.row_bytes)
         if self._compute.specs.keys() >= set(program.modalities):
             program.pool_demand(self._compute.specs)
         return program
@@ -237,6 +241,8 @@ class RoleRunner:
         self._page.begin_step()
         self.timeline.settle()
         program = batch.program or self.prepare(batch)
+        if stage == "train" and self.activations.outdate(program, training):
+            program = self.prepare(batch)
         step = Step(batch, program, stage, self._indices[stage], training)
         self._indices[stage] += 1
         self._page.enter("begin the step", step.index)
@@ -257,7 +263,8 @@ class RoleRunner:
 
     def _encoder_part(self, context: RankContext, role: str) -> RolePart:
         method = EncoderMethod(context, role, meets_in_forwards=self._job.allocation.layouts[role].meets_in_forwards)
-        return RolePart(method, self._buffers[role], speaks=self._job.is_first(role))
+        again = partial(self.activations.again, role)
+        return RolePart(method, self._buffers[role], speaks=self._job.is_first(role), again=again)
 
     def _trunk_part(self, context: RankContext, predictions: list[Any]) -> RolePart:
         stage = self._module.held_stages.get(self.trunk)
@@ -267,7 +274,8 @@ class RoleRunner:
         method = BackboneMethod(context, predictions, speaks=answers, counts=counts, losses=self._losses)
         # Context ranks have slices of the hidden states, of which each hands on its own.
         speaks = speaks if stage is None else self._job.is_first_tensor_rank(self.trunk)
-        return RolePart(method, self._buffers[self.trunk], speaks=speaks)
+        again = partial(self.activations.again, self.trunk)
+        return RolePart(method, self._buffers[self.trunk], speaks=speaks, again=again)
 
     def _part(self, context: RankContext, role: str, predictions: list[Any]) -> RolePart:
         if role == self.trunk:

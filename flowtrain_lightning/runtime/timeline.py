@@ -18,6 +18,10 @@ COMPUTE = "compute"
 STALL = "stall"
 COMMUNICATION = "communication"
 
+AGAIN, MOVED = "forward again", "forward moved"
+"""Names of a forward that runs a second time, since nothing was kept of it; and of one whose activations have left for
+host memory."""
+
 _new = tuple.__new__  # half the time of a call of the class, where it is made for every span
 KEPT_SPANS = 20_000  # of some 200 bytes each: 4 MB, which fill up in the first few thousand steps
 

@@ -31,6 +31,7 @@ from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers_of_
 from flowtrain_lightning.trainer.refusals import (
     refuse_conditional_modules,
     refuse_frozen_backbone,
+    refuse_layers_computed_again,
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
     refuse_sharded_before,
@@ -114,6 +115,7 @@ def _some_keep(job: Job) -> bool:
 def _refuse_unfit(module: FlowModule, trainer: L.Trainer, job: Job) -> None:
     layouts = job.allocation.layouts
     refuse_beside_stages(layouts, module, trainer)
+    refuse_layers_computed_again(job.allocation, module)
     refuse_sharded_before(module)
     refuse_precision_of_deepspeed(layouts, str(trainer.precision))
     refuse_averages_of_runs(layouts, trainer.callbacks)  # type: ignore[attr-defined]
@@ -151,7 +153,8 @@ def _make(module: FlowModule, precision: str, job: Job, device: torch.device) ->
             allocation.layouts[role],
             groups[role],
             recompute=allocation.recompute.get(role, "none"),
-            offload=allocation.offload.get(role, "none"),
+            # Within a limit each batch's activations leave by a choice of its own.
+            offload="none" if allocation.activation_bytes is not None else allocation.offload.get(role, "none"),
             device_type=device.type,
             precision=precision,
             early=job.groups.role_cpu is None or allocation.placement == "separate",

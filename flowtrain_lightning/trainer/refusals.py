@@ -18,12 +18,13 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.checkpoint import FlowCheckpointIO
 from flowtrain_lightning.checkpoint.files import refuse_unshared_folder, refuse_url
 from flowtrain_lightning.compute.whole_module import refuse_accumulation
 from flowtrain_lightning.data import DataError, FlowDataModule
 from flowtrain_lightning.module import FlowModule
+from flowtrain_lightning.parallel.blocks import is_recomputed
 from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import is_partitioned
 from flowtrain_lightning.parallel.halves import half_trains, role_of
 from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
@@ -204,6 +205,27 @@ def refuse_frozen_backbone(layouts: Mapping[str, Layout], module: FlowModule) ->
             "media items has no backward then, which other ranks wait for. Let some of its weights train, or take "
             f"whole copies of the {graph.trunk}."
         )
+
+
+def refuse_layers_computed_again(allocation: Allocation, module: FlowModule) -> None:
+    """Raises for layers that the module itself lets keep less, where it is counted what batches keep.
+
+    Args:
+        allocation: who does what.
+        module: that trains.
+
+    Raises:
+        ValueError: says what to leave out.
+    """
+    if allocation.activation_bytes is None:
+        return
+    for name, part in module.named_modules():
+        if getattr(part, "gradient_checkpointing", False) is True or is_recomputed(part):
+            raise ValueError(
+                f"The allocation has activation_bytes, but {type(module).__name__} lets {name!r} compute again by "
+                "itself, and what such layers keep is not counted. Leave the module's recompute out: whole batches are "
+                "computed again where they find no room."
+            )
 
 
 def refuse_scalars_in_shards(layouts: Mapping[str, Layout], module: FlowModule) -> None:

@@ -73,6 +73,8 @@ class RoleCheckpoints(RoleCollectives):
         refuse_storage_options(storage_options)
         self._saved_at = time_of_save(self._saved_at)
         checkpoint["flowtrain"] = {"module": type(self.flow_module).__qualname__, "saved": self._saved_at}
+        if self.allocation.activation_bytes is not None:
+            checkpoint["flowtrain"]["activations"] = self.runner.activations.state_dict()
         with self.job.during("save a checkpoint"):
             self._finish_saving()
             module, buffers = self.flow_module, [name for name, _ in self.flow_module.named_buffers()]
@@ -108,6 +110,7 @@ class RoleCheckpoints(RoleCollectives):
         )
         if module.trainer.training:
             self._saved_at = saved_time(checkpoint, Path(path))
+            self.runner.activations.load_state(checkpoint.get("flowtrain", {}))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -72,6 +72,7 @@ def test_it_knows_which_ranks_have_both_lanes():
         allocate(recompute={"backbone": "full"}),
         allocate(offload={"encoder": "activations"}),
         allocate(order="searched"),
+        allocate(order="searched", activation_bytes=3e10, offload={"encoder": "activations"}),
     ],
 )
 def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
@@ -117,6 +118,12 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
         (
             {"order": "searched", "layouts": {"encoder": Layout(), "backbone": Layout(data=2, shard="fsdp")}},
             "order is 'searched', but the backbone has .*fsdp.*Give every role whole copies",
+        ),
+        ({"activation_bytes": 1e9}, "activation_bytes is for one order of all works; give order: searched"),
+        ({"order": "searched", "activation_bytes": 0.0}, "activation_bytes is 0.0; give the bytes"),
+        (
+            {"order": "searched", "activation_bytes": 1e9, "recompute": {"encoder": "full"}},
+            "encoder recomputes in every batch, but with activation_bytes only those that find no room",
         ),
     ],
 )

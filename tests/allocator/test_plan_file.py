@@ -50,6 +50,7 @@ def test_a_plan_is_written_for_people_and_read_back(tmp_path):
             {"encoder": Layout(2), "backbone": Layout(pipeline=2)},
             {"encoder": (0, 1), "backbone": (0, 1)},
             order="searched",
+            activation_bytes=3e10,
         ),
         Allocation(
             "separate",

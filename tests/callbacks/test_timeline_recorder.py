@@ -10,6 +10,7 @@ from PIL import Image
 
 from flowtrain_lightning.callbacks import TimelineRecorder
 from flowtrain_lightning.callbacks.timeline_recorder import draw_step, draw_steps, read_timelines, write_trace
+from flowtrain_lightning.runtime.timeline import AGAIN, MOVED
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 
@@ -62,6 +63,14 @@ def test_of_many_ranks_the_first_ones_are_drawn(tmp_path):
         with Image.open(tmp_path / f"{ranks}.png") as picture:
             heights[ranks] = picture.height
     assert heights[64] == heights[8]
+
+
+def test_all_that_a_lane_computes_has_a_colour(tmp_path):
+    (timeline,) = one_rank(["backbone"] * 5)
+    for span, name in zip(timeline["spans"], ("forward", AGAIN, MOVED, "backward", "weights"), strict=True):
+        span[2] = name
+    draw_step([timeline], tmp_path / "all.png")
+    assert (tmp_path / "all.png").is_file()
 
 
 def test_a_run_that_never_trained_has_no_picture_of_a_step(tmp_path):

@@ -53,6 +53,7 @@ def assert_same_losses(straight, resumed, first=SAVED_AT + 1):
         pytest.param("dropout", "2+1", marks=pytest.mark.full),
         pytest.param("dropout", "colocated", marks=pytest.mark.full),
         pytest.param("dropout", "searched order", marks=pytest.mark.full),
+        pytest.param("dropout", "searched order, limited", marks=pytest.mark.full),
         pytest.param("frozen", "1+2", marks=pytest.mark.full),
         pytest.param("sgd", "2+1", marks=pytest.mark.full),
         *(pytest.param("four blocks", layout, marks=pytest.mark.full) for layout in STAGED),

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ SEARCHED = Allocation(
     order="searched",
 )
 
+LIMITED = replace(SEARCHED, activation_bytes=400_000.0, offload={"encoder": "activations"})
+"""Some batches of a step are kept, some computed again or moved."""
+
 STAGED: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {}),
     "stages of shards": (4, {"shard": "fsdp"}),
@@ -66,6 +70,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "mixed 1+2": (3, {"placement": "mixed", "encoder_ranks": 1}),
     "colocated": (2, {"placement": "colocated"}),
     "searched order": (2, {"allocation": SEARCHED}),
+    "searched order, limited": (2, {"allocation": LIMITED}),
     "alone": (1, {"placement": "colocated"}),
     "auto": (1, None),
     "ddp": (2, None),
@@ -170,9 +175,9 @@ def write_data(folder: Path) -> None:
     write_records(folder, 6, "val.jsonl", seed=1)
 
 
-def make_data(folder: str, *, much_to_encode: bool = False) -> Any:
+def make_data(folder: str, *, much_to_encode: bool = False, **settings: Any) -> Any:
     packing = PackingConfig(media_costs={"encoder": CostModel(4.0, 0.0, 0.0)}) if much_to_encode else PackingConfig()
-    return tiny_data(Path(folder), global_batch_size=4, packing=packing)
+    return tiny_data(Path(folder), global_batch_size=4, packing=packing, **settings)
 
 
 def make_trainer(layout: str, callbacks: list[L.Callback], **settings: Any) -> L.Trainer:
@@ -202,8 +207,9 @@ def train(
     """Trains a case to its end; saves on the way, and twice when all is over."""
     recorder = Recorder(folder, saves)
     trainer = make_trainer(layout, [recorder], default_root_dir=folder)
-    # On mixed ranks as much as makes all of them encode.
-    data_module = make_data(data, much_to_encode=layout.startswith("mixed"))
+    # On mixed ranks as much as makes all of them encode; where activations are limited, no more than has room.
+    settings = {"encoder_budget": 256} if layout.endswith("limited") else {}
+    data_module = make_data(data, much_to_encode=layout.startswith("mixed"), **settings)
     trainer.fit(make_module(case), data_module, ckpt_path=resume)
     recorder.save(trainer)
     if saves:

@@ -25,6 +25,7 @@ class Run:
         weights: after each step.
         microbatches: of each step and backbone rank.
         encoder_batches: of each step and rank.
+        computed: of each rank and step, how often it ran what.
     """
 
     initial: Named
@@ -33,6 +34,7 @@ class Run:
     weights: list[Named]
     microbatches: list[list[int]]
     encoder_batches: list[list[int]]
+    computed: list[list[dict[str, int]]]
 
 
 def read_run(folder: Path) -> Run:
@@ -49,6 +51,7 @@ def read_run(folder: Path) -> Run:
         weights=[_join([rank["weights"][step] for rank in ranks]) for step in steps],
         microbatches=[rank["microbatches"] for rank in ranks if any(rank["microbatches"])],
         encoder_batches=[rank["encoder_batches"] for rank in ranks],
+        computed=[rank["computed"] for rank in ranks],
     )
 
 

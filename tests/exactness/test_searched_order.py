@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,13 @@ def train(folder: Path, layout: str, allocation: Allocation | None, name: str, *
     data = folder / "data"
     if not data.exists():
         write_steps(data)
-    strategy = dict(more.pop("strategy", {}))
+    strategy, settings = dict(more.pop("strategy", {})), {**CUT, **more.pop("settings", {})}
     arguments = {"data": str(data), "kind": "deep", "precision": "64-true", "clip": CLIP, "module": {}, **more}
     target = "tests.exactness.reference:train"
     if allocation is not None:
         write_plan(allocation, folder / f"{name}.yaml", "of a test")
         target, strategy = "tests.exactness.train:train", {**strategy, "allocation": str(folder / f"{name}.yaml")}
-        arguments |= {"layout": layout, "strategy": strategy, "settings": CUT}
+        arguments |= {"layout": layout, "strategy": strategy, "settings": settings}
     ranks = ranks_of(layout) if allocation is not None else 1
     return read_run(run_jobs(folder, [Job(name, target, ranks, arguments)])[name].check().folder)
 
@@ -81,11 +83,53 @@ def test_a_searched_order_trains_as_the_plain_loop_does(tmp_path, layout, alloca
     assert error(*weights) <= LIMIT[precision]
 
 
+MOST, FULL = 730_000.0, {"token_budget": 128}
+"""Bytes of activations within which some batches of a step keep theirs, and some do not; microbatches that fit."""
+
+
+def limited(allocation: Allocation, moving: str, most: float = MOST) -> Allocation:
+    """With room for some of a step's activations: those of one role are moved, the other's are computed again."""
+    return replace(allocation, activation_bytes=most, offload={moving: "activations"})
+
+
+AGAIN, MOVED = "encoder: forward again", "backbone: forward moved"
+LIMITED = [
+    pytest.param("colocated 2", limited(colocated(2, 2, 2), "backbone"), "64-true", (AGAIN, MOVED), id="both staged"),
+    pytest.param(
+        "colocated 2",
+        limited(colocated(2, 1), "encoder", 570_000.0),
+        "32-true",
+        ("encoder: forward moved",),
+        id="no stages",
+        marks=pytest.mark.full,
+    ),
+    pytest.param("1+2", limited(separate(1, 2), "backbone"), "64-true", (AGAIN,), id="1+2", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "allocation", "precision", "given_up"), LIMITED)
+def test_so_do_batches_that_are_kept_computed_again_and_moved_in_one_step(
+    tmp_path, layout, allocation, precision, given_up
+):
+    expected = train(tmp_path, layout, None, "plain", precision=precision)
+    found = train(tmp_path, layout, allocation, "limited", precision=precision, settings=FULL)
+    assert found.losses == pytest.approx(expected.losses, rel=LIMIT[precision])
+    assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= LIMIT[precision]
+    first, *others = [sum(map(Counter, of_ranks), Counter()) for of_ranks in zip(*found.computed, strict=True)]
+    for role in ("encoder", "backbone"):  # it counts what is kept
+        assert first[f"{role}: forward again"] == first[f"{role}: backward"]
+    backward = {name: f"{name.split(':')[0]}: backward" for name in given_up}
+    assert any(all(0 < each[name] < each[backward[name]] for name in given_up) for each in others), others
+
+
 @pytest.mark.full
-def test_so_does_one_with_a_frozen_encoder_in_stages(tmp_path):
+@pytest.mark.parametrize(
+    "allocation", [colocated(2, 2, 2), limited(colocated(2, 2, 2), "encoder")], ids=["", "limited"]
+)
+def test_so_does_one_with_a_frozen_encoder_in_stages(tmp_path, allocation):
     frozen = {"module": {"freeze_encoder": True}}
     expected = train(tmp_path, "colocated 2", None, "plain", **frozen)
-    found = train(tmp_path, "colocated 2", colocated(2, 2, 2), "searched", **frozen)
+    found = train(tmp_path, "colocated 2", allocation, "searched", settings=FULL, **frozen)
     assert max(error(*pair) for pair in zip(found.gradients, expected.gradients, strict=True)) <= LIMIT["64-true"]
     assert error(found.weights[-1], expected.weights[-1]) <= LIMIT["64-true"]
 

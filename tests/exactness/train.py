@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from flowtrain_lightning.callbacks import FlowReplan
 from flowtrain_lightning.data import PackingConfig, StepBatch, TokenSteps
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
+from flowtrain_lightning.runtime.timeline import COMPUTE
+from flowtrain_lightning.strategy import FlowTrainStrategy
 from tests.exactness.data import STEPS, steps_data
 from tests.exactness.layouts import trainer_for
 from tests.exactness.modules import KINDS
@@ -33,6 +36,7 @@ class Recorder(L.Callback):
         weights: after each step.
         microbatches: of each step, on this rank.
         encoder_batches: of each step, on this rank.
+        computed: of each step, how often this rank ran what, such as ``encoder: forward again``.
     """
 
     def __init__(self) -> None:
@@ -42,6 +46,7 @@ class Recorder(L.Callback):
         self.weights: list[Named] = []
         self.microbatches: list[int] = []
         self.encoder_batches: list[int] = []
+        self.computed: list[dict[str, int]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.initial = weights_of(pl_module)
@@ -61,9 +66,13 @@ class Recorder(L.Callback):
         self.weights.append(weights_of(pl_module))
         self.microbatches.append(len(batch.microbatches))
         self.encoder_batches.append(sum(map(len, batch.media.values())))
+        if isinstance(trainer.strategy, FlowTrainStrategy):
+            spans = [span for span in trainer.strategy.runner.timeline.spans if span.kind == COMPUTE]
+            of_step = (f"{span.lane}: {span.name}" for span in spans if span.step == batch_idx)
+            self.computed.append(dict(Counter(of_step)))
 
     def save(self, folder: Path) -> None:
-        names = ("initial", "losses", "gradients", "weights", "microbatches", "encoder_batches")
+        names = ("initial", "losses", "gradients", "weights", "microbatches", "encoder_batches", "computed")
         torch.save({name: getattr(self, name) for name in names}, folder / f"rank{os.environ['RANK']}.pt")
 
 

@@ -96,6 +96,20 @@ def test_frozen_weights_stay_too():
     assert activations.bytes_left == activations.bytes_returned == 4 * 3 * (8 + 32)
 
 
+def test_casts_of_weights_stay_and_what_an_embedding_gives_leaves():
+    embed, head = nn.Embedding(5, 16), nn.Linear(16, 4)
+    activations = ActivationsOnHost(pinned=False)
+    half = ReplicatedHalf([*embed.parameters(), *head.parameters()], activations=activations)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half.call(lambda tokens: head(embed(tokens).tanh()), torch.arange(3)).sum().backward()
+    # The tokens, what tanh gives in float32, and its cast, which the product takes.
+    assert activations.bytes_left == activations.bytes_returned == 3 * 8 + 3 * 16 * 4 + 3 * 16 * 2
+    embedded, weights = ActivationsOnHost(pinned=False), embed.weight.detach()
+    half = ReplicatedHalf([*embed.parameters(), *head.parameters()], activations=embedded)
+    half.call(lambda tokens: embed(tokens).square(), torch.arange(3)).sum().backward()
+    assert embedded.bytes_left == 3 * 8 + weights[:3].nbytes
+
+
 def test_nobody_waits_for_copies_to_or_from_pinned_memory(monkeypatch):
     goes_on = []
 

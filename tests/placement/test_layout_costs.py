@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from flowtrain_lightning.allocator import (
     AllocationError,
     Cluster,
     Layout,
+    PlanningError,
     Workload,
     named_model,
     role_problems,
@@ -38,6 +41,12 @@ def separate(encoder, backbone):
 
 def compared(allocation, frozen=(), each=EACH):
     """Seconds of a step of equal samples, predicted and simulated, with as many microbatches."""
+    predicted, simulated = planned(allocation, frozen, each)
+    return predicted.seconds, simulated
+
+
+def planned(allocation, frozen=(), each=EACH):
+    """The plan of such a step, and its seconds, simulated."""
     layouts, lengths, start = allocation.layouts, np.full(SAMPLES, LENGTH), np.arange(SAMPLES + 1)
     sizes = SampleSizes(lengths, lengths, start, lengths, lengths)
     plans = [plan_on(allocation, sizes, np.arange(SAMPLES), each * LENGTH) for _ in range(3)]
@@ -47,8 +56,8 @@ def compared(allocation, frozen=(), each=EACH):
     workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, *budgets)
     module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
     problems = role_problems(module, workload, Cluster(device, 8, 8))
-    found = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4)
-    return given_plan(problems, allocation).seconds, found.step_seconds
+    predicted = given_plan(problems, allocation)
+    return predicted, simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4).step_seconds
 
 
 FSDP, HSDP = Layout(8, shard="fsdp"), Layout(8, shard="fsdp", replicas=2)
@@ -96,3 +105,16 @@ def test_equal_samples_on_ranks_of_their_own_take_what_the_closed_form_says(enco
 def test_what_cannot_be_divided_is_refused():
     with pytest.raises(AllocationError, match="heads"):
         compared(colocated(Layout(8), Layout(1, tensor=8)))
+
+
+def test_within_a_limit_of_activations_a_step_is_longer_and_memory_is_less():
+    free = colocated(Layout(8), Layout(2, pipeline=4), order="searched")
+    (all_kept, seconds), (same, as_long), (less, longer) = (
+        planned(replace(free, activation_bytes=most)) for most in (None, 1e12, 12e9)
+    )
+    assert (as_long, same.peak_bytes) == (seconds, all_kept.peak_bytes)
+    assert 1.02 * seconds < longer < 4 / 3 * seconds
+    assert less.peak_bytes < all_kept.peak_bytes
+    assert less.allocation(8) == replace(free, activation_bytes=12e9, recompute=dict.fromkeys(free.layouts, "none"))
+    with pytest.raises(PlanningError, match="activation_bytes is 1 GB: one batch alone finds no room"):
+        planned(replace(free, activation_bytes=1e9))

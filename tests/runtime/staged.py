@@ -162,9 +162,11 @@ class StagedStep:
         encoder_stages: those of the encoder.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
         searched: one order of all works is searched, from costs of which this is the seed.
+        room_for: so many of the longest batch has each rank room for activations; the encoder's are moved.
 
     Attributes:
         executed: the passes of the ranks, in order.
+        programs: of the ranks.
         pools: of the ranks.
     """
 
@@ -181,6 +183,7 @@ class StagedStep:
         sharing: bool = False,
         searched: int | None = None,
         encoder_stages: int = 1,
+        room_for: float | None = None,
     ) -> None:
         encoders, backbones, stages = len(plan.batches["encoder"]), len(plan.microbatches), pipeline.stages
         trunk, encoding = range(stages * backbones), encoders * encoder_stages
@@ -197,12 +200,18 @@ class StagedStep:
         }
         if searched is not None:
             members, plan = replace(members, searched=_first_ranks(ranks_of)), with_random_costs(plan, searched)
+            longest = max(
+                int(plan.lengths(role)[items].sum()) for role, own in plan.batches.items() for items in sum(own, ())
+            )
+            most = None if room_for is None else room_for * longest
+            members = replace(members, activation_bytes=most, moving=("encoder",))
+        row_bytes = dict.fromkeys(ranks_of, 1.0)
         ranks = max(*trunk, *encoder_ranks) + 1
         room = make_program(plan, RankShard(members, {}), 0).pool_demand(SPECS).least + spare_bytes
         interleaving = Interleaving(ranks, seed)
         self.pools: list[DeliveredPool] = []
         self.pools += [DeliveredPool(interleaving, self.pools, rank, room) for rank in range(ranks)]
-        self.computes, self.executed, parts = [], [], []
+        self.computes, self.executed, self.programs, parts = [], [], [], []
         for rank in range(ranks):
             own = {"backbone": rank % backbones} if rank in trunk else {}
             own |= {"encoder": encoder_ranks.index(rank) % encoders} if rank in encoder_ranks else {}
@@ -217,7 +226,7 @@ class StagedStep:
                 compute.gather = partial(_meet, interleaving, rank, peers)
             batch = with_tokens(batch_of(plan, shard))
             training = [*(["encoder"] if trains else []), "backbone"]
-            step = Step(batch, make_program(plan, shard, kept_batches), "train", 0, training)
+            step = Step(batch, make_program(plan, shard, kept_batches, row_bytes), "train", 0, training)
             context = RankContext(self.pools[rank], compute, Page(), Timeline(), ranks_of)  # type: ignore[arg-type]
             roles = {}
             if rank in trunk:
@@ -227,6 +236,7 @@ class StagedStep:
             parts.append(Executor(context, roles, step).run)
             self.computes.append(compute)
             self.executed.append(step.executed)
+            self.programs.append(step.program)
         interleaving.run(parts)
         self._pipeline, self._trunk, self._encoder_stages = pipeline, trunk, encoder_stages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -14,13 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flowtrain_lightning import FlowTrainStrategy
-from flowtrain_lightning.allocator import AllocationError, Layout
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout
 from flowtrain_lightning.callbacks import AverageWeights
 from flowtrain_lightning.data import Features, PackedBatch
+from flowtrain_lightning.parallel.blocks import recompute_in_backward
 from flowtrain_lightning.trainer.callback_refusals import refuse_averages_of_runs
 from flowtrain_lightning.trainer.optimizer_refusals import refuse_optimizers, refuse_optimizers_of_shares
 from flowtrain_lightning.trainer.refusals import (
     refuse_frozen_backbone,
+    refuse_layers_computed_again,
     refuse_precision_of_deepspeed,
     refuse_scalars_in_shards,
     refuse_sharded_before,
@@ -111,6 +114,18 @@ def test_a_parameter_without_a_dimension_cannot_be_shared(shard: Any) -> None:
     refuse_scalars_in_shards(layouts, module)
     with pytest.raises(ValueError, match=rf"'backbone.block.scale' has no dimension, .*{shard}.*torch.zeros\(1\)"):
         refuse_scalars_in_shards({**layouts, "backbone": Layout(2, shard=shard)}, module)
+
+
+def test_layers_that_a_module_recomputes_itself_do_not_go_with_activation_bytes() -> None:
+    module, both = TinyVLM(), dict.fromkeys(("encoder", "backbone"), Layout())
+    module.configure_model()
+    free = Allocation("colocated", both, dict.fromkeys(both, (0,)), order="searched")
+    limited = replace(free, activation_bytes=1e9)
+    refuse_layers_computed_again(limited, module)
+    recompute_in_backward(module.backbone.block, "full")
+    refuse_layers_computed_again(free, module)
+    with pytest.raises(ValueError, match=r"but TinyVLM lets 'backbone.block' compute again by itself"):
+        refuse_layers_computed_again(limited, module)
 
 
 def test_a_parameter_without_an_element_cannot_be_shared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -11,11 +12,12 @@ from flowtrain_lightning.packing.play import play
 from flowtrain_lightning.packing.policies.member_orders import member_orders
 from flowtrain_lightning.packing.policies.trunk_order import trunk_order
 from flowtrain_lightning.packing.searched.chain_graph import Chain, ChainGraph, TimedStage, chain_graph
+from flowtrain_lightning.packing.searched.memory_choice import given_up
 from flowtrain_lightning.packing.searched.searched_order import Limits, ListedOrder, searched_order
 from flowtrain_lightning.packing.stage_entries import part_names
 from flowtrain_lightning.packing.step_graph import BatchOf, Pass, StepGraph, Work
 from flowtrain_lightning.packing.step_members import StepMembers
-from flowtrain_lightning.packing.step_plan import StepPlan
+from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArray, StepPlan
 from flowtrain_lightning.packing.step_work import StepWork, TimedBatch, in_two_passes
 
 
@@ -25,11 +27,15 @@ class SearchedStep:
 
     Attributes:
         works: of all roles, where each stage is one; none comes before what it needs.
-        recomputed: role that encodes, or stage of one -> the numbers of each member's batches of which nothing is kept.
+        producing: the roles that encode, or their stages.
+        recomputed: batches of which nothing is kept: their forwards run again before their backwards.
+        moved: those whose activations lie in host memory between the two.
     """
 
     works: tuple[Work, ...]
-    recomputed: Mapping[str, tuple[frozenset[int], ...]]
+    producing: tuple[str, ...]
+    recomputed: frozenset[BatchOf] = frozenset()
+    moved: frozenset[BatchOf] = frozenset()
 
     def passes(self, name: str, member: int) -> tuple[Pass, ...]:
         """The forwards and backwards of a member of a role or stage, in order."""
@@ -41,38 +47,59 @@ class SearchedStep:
         return [work for work in self.works if (work.batch.role, work.batch.member) in members]
 
 
-def searched_step(plan: StepPlan, members: StepMembers, kept_batches: int) -> SearchedStep:
-    """Searches the order of a step. It is a function of the plan, what its batches cost, and the limit.
+def searched_step(
+    plan: StepPlan,
+    members: StepMembers,
+    kept_batches: int,
+    row_bytes: Mapping[str, float] = MappingProxyType({}),
+    own_ranks: Collection[int] | None = None,
+) -> SearchedStep:
+    """Searches the order of a step. It is a function of the plan, what its batches cost, and the limits.
 
     As many microbatches may be open in a stage as in 1F1B, and an encoder batch that finds no room is computed again.
-    Where it is not clearly shorter than what comes of the rules, these decide.
+    Where it is not clearly shorter than what comes of the rules, these decide. Where the bytes that a rank may keep
+    are limited, it is chosen of this order what each batch keeps.
 
     Args:
         plan: who encodes and who reads what, and what it costs.
         members: of all roles, with the rank of each.
         kept_batches: encoder batches whose activations a rank keeps.
+        row_bytes: role, or stage of one -> bytes of a token or patch that it keeps from forward to backward. Nothing is
+            kept where it is not known.
+        own_ranks: those for whose batches it is chosen what they keep; None: all.
+
+    Raises:
+        ValueError: one batch alone keeps more than a rank may.
     """
     batches, chains, limits = _chains(plan, members, kept_batches)
     producing = [name for role in members.producers for name in _names(members, role)]
     if not chains:
-        return SearchedStep((), {name: (frozenset(),) * _count(members, name) for name in producing})
+        return SearchedStep((), tuple(producing))
     graph, names = chain_graph(chains), {role: _names(members, role) for role in plan.batches}
     found = searched_order(graph, limits, [_by_rules(plan, members, kept_batches, graph, batches)])
-    works, recomputed = [], set[BatchOf]()
-    for number in found.order.tolist():
-        batch = batches[graph.chains[number]]
-        batch = batch._replace(role=names[batch.role][graph.depths[number]])
-        works.append(Work(batch, "backward" if graph.is_backward[number] else "forward"))
-        if found.recomputed[number] or (not kept_batches and batch.role in producing):
-            recomputed.add(batch)
-    again = {
-        name: tuple(
-            frozenset(batch.number for batch in recomputed if (batch.role, batch.member) == (name, member))
-            for member in range(_count(members, name))
-        )
-        for name in producing
-    }
-    return SearchedStep(tuple(works), again)
+    of_works = [batches[chain] for chain in graph.chains.tolist()]
+    parts = [names[batch.role][depth] for batch, depth in zip(of_works, graph.depths.tolist(), strict=True)]
+    on_parts = [batch._replace(role=part) for batch, part in zip(of_works, parts, strict=True)]
+    works = [Work(on_parts[n], "backward" if graph.is_backward[n] else "forward") for n in found.order.tolist()]
+    again = found.recomputed | np.array([not kept_batches and part in producing for part in parts])
+    moves = np.zeros(len(graph), dtype=np.bool_)
+    if members.activation_bytes is not None:
+        known = np.array([part in row_bytes for part in parts])
+        room = np.array([row_bytes.get(part, 0.0) * plan.length(of) for part, of in zip(parts, of_works, strict=True)])
+        room *= own_ranks is None or np.isin(graph.ranks, [*own_ranks])
+        gone = _given_up(graph, found.order, room, again | ~known, members.activation_bytes)
+        moves = gone & known & ~again & np.array([batch.role in members.moving for batch in of_works])
+        again = gone & ~moves
+    recomputed, moved = (frozenset(on_parts[n] for n in np.flatnonzero(each).tolist()) for each in (again, moves))
+    return SearchedStep(tuple(works), tuple(producing), recomputed, moved)
+
+
+def _given_up(graph: ChainGraph, order: IntArray, room: FloatArray, always: BoolArray, limit: float) -> BoolArray:
+    """``[works]`` the forwards of which nothing stays on their rank, which may keep so many bytes; see `given_up`."""
+    has_backward = np.zeros(len(graph), dtype=np.bool_)
+    has_backward[graph.forward_of[graph.is_backward]] = True
+    limits = np.full(int(graph.ranks.max()) + 1, limit)
+    return given_up(graph, order, np.where(has_backward, room, 0.0), always & ~graph.is_backward, limits)
 
 
 def in_searched_order(work: StepWork, searched: SearchedStep, *, trains: bool) -> StepWork:
@@ -85,17 +112,16 @@ def in_searched_order(work: StepWork, searched: SearchedStep, *, trains: bool) -
     """
     places: dict[Work, int] = {}
     for place, each in enumerate(searched.works):
-        comes_first = each.batch.role in searched.recomputed and not trains
+        comes_first = each.batch.role in searched.producing and not trains
         places[each] = each.batch.number - len(searched.works) if comes_first else place
 
     def placed(batch: TimedBatch, named: BatchOf) -> TimedBatch:
         if Work(named, "forward") not in places:  # there is nothing in it
             return batch
-        again = trains and named.role in searched.recomputed
+        # What is moved is taken to be no quicker than what is computed again.
+        again = named in searched.recomputed | searched.moved and (trains or named.role not in searched.producing)
         return replace(
-            batch,
-            places=(places[Work(named, "forward")], places[Work(named, "backward")]),
-            recomputed=again and named.number in searched.recomputed[named.role][named.member],
+            batch, places=(places[Work(named, "forward")], places[Work(named, "backward")]), recomputed=again
         )
 
     return {
