@@ -31,8 +31,7 @@ class SearchSpace:
 
     Attributes:
         tensor: tensor degrees; those that do not divide a node are left out.
-        pipeline: pipeline degrees of the backbone. Encoders have none: they are shallow, and tensor ranks and
-            sharding make them small enough.
+        pipeline: pipeline degrees.
         context: context degrees of the backbone; no media item of an encoder is shared among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
