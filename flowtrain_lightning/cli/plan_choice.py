@@ -296,8 +296,8 @@ def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
 
 def _suits(layout: Layout, problem: RoleProblem) -> str | None:
     """Why a role cannot have a layout, as the end of a sentence; None where it can."""
-    has_experts = any(part.experts is not None for part in problem.half.layers)
-    if layout.tensor > 1 and layout.pipeline > 1 and has_experts:
+    in_shared_stages = layout.tensor > 1 and layout.pipeline > 1
+    if in_shared_stages and any(part.experts is not None for part in problem.half.layers):
         return "shares a mixture of experts among tensor ranks of a stage, which no run does today."
     waits = problem.role == Problems.trunk and problem.receives_gradient and not problem.half.trains
     if layout.meets_in_forwards and waits:

@@ -132,7 +132,7 @@ def step_work(
             found = replace(found, readers=(_in_run(plan, batch, run + 1, pipeline),), on_the_way=on)
         if role == plan.graph.trunk:
             return found
-        positions = [reader.number for reader in readers.get(batch, ())]
+        positions = [reader.number for reader in readers.get(batch, ())] if run + 1 < pipeline.runs else []
         position, before = plan.turns[role][member][number]
         return replace(
             found,
