@@ -15,7 +15,7 @@ from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_use
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
-from flowtrain_lightning.allocator.role_time import RoleTime, role_time
+from flowtrain_lightning.allocator.role_time import RoleTime, batches, role_time
 from flowtrain_lightning.packing.role_graph import BACKBONE
 
 SPREAD = 1.25
@@ -31,8 +31,7 @@ class SearchSpace:
 
     Attributes:
         tensor: tensor degrees; those that do not divide a node are left out.
-        pipeline: pipeline degrees of the backbone. Encoders have none: they are shallow, and tensor ranks and
-            sharding make them small enough.
+        pipeline: pipeline degrees.
         context: context degrees of the backbone; no media item of an encoder is shared among ranks.
         shard: how weights may be held.
         recompute: what backwards may compute again.
@@ -76,10 +75,13 @@ def usable_bytes(cluster: Cluster) -> float:
 
 
 def evaluate(problem: RoleProblem, family: Family) -> Evaluation:
-    """Times and bytes of a family."""
+    """Times and bytes of a family: where batches may be too few to fill its stages, bytes are those of the fewest."""
     time, load = role_time(problem, family), problem.load
-    largest = np.minimum(load.budget, np.maximum(SPREAD * time.tokens, load.lengths.max()))
-    return Evaluation(family, time, memory_use(problem, family, largest, time.microbatches))
+    fewest, tokens = time.microbatches, time.tokens
+    if family.pipeline > 1 and not load.fills_stages:
+        fewest, tokens = batches(problem, replace(family, pipeline=1))
+    largest = np.minimum(load.budget, np.maximum(SPREAD * tokens, load.lengths.max()))
+    return Evaluation(family, time, memory_use(problem, family, largest, fewest))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,14 @@ class Half:
         return (last.hidden if isinstance(last, Layers) else last.width), 1.0
 
     @property
+    def levels(self) -> int:
+        """Layers behind which features leave it: the last one, and in Qwen3-VL others (deepstack)."""
+        if self.projector:
+            return self.projector[0].copies
+        width, per_token = self.result
+        return max(1, round(width * per_token / self.layers[-1].hidden)) if self.layers else 1
+
+    @property
     def projector(self) -> tuple[Dense, ...]:
         """The matrices after the last layer; ``()`` without layers."""
         layered = [number for number, part in enumerate(self.parts) if isinstance(part, Layers)]

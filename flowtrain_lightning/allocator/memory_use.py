@@ -195,8 +195,9 @@ def _bytes_of_split_stages(
 
 
 def _in_flight(problem: RoleProblem, family: Family, microbatches: FloatArray) -> FloatArray:
-    """Microbatches whose activations are kept at once, on the first stage of a pipeline."""
-    most = family.pipeline if family.pipeline > 1 else problem.load.batches_in_flight
+    """Microbatches whose activations are kept at once: on the first stage of a pipeline that they fill, or on each."""
+    fills = family.pipeline > 1 and problem.load.fills_stages
+    most = family.pipeline if fills else problem.load.batches_in_flight
     return np.minimum(microbatches, most)
 
 

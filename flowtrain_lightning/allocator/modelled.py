@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from flowtrain_lightning.allocator.placements import (
 from flowtrain_lightning.allocator.planner import PLAN_KINDS, NoPlanError, PlanKind
 from flowtrain_lightning.allocator.role_layout import Layout
 from flowtrain_lightning.allocator.role_problem import Family, Problems
+from flowtrain_lightning.packing.role_graph import BACKBONE
 
 _MOST_DEVICES = 2**16
 
@@ -75,23 +76,25 @@ class ModelledCosts:
         self,
         allows: Callable[[str, Layout], bool] = lambda role, layout: True,
         kinds: Sequence[PlanKind] = PLAN_KINDS,
+        staged: Collection[str] = (BACKBONE,),
     ) -> tuple[ModelledPlan, ...]:
         """The same, but of layouts that a role is allowed and of these kinds, and empty where none fits.
 
         Of every kind it is the plainest plan that comes within the margin of the fastest one of its kind, and of all
         kinds where that can be: with all devices before fewer, without tensor, context and pipeline ranks before with.
+
+        Args:
+            allows: whether a role may have a layout.
+            kinds: of plans.
+            staged: roles that may have stages where roles have layouts of their own.
         """
-
-        def allowed(role: str) -> CandidateTable:
-            return self._table(role).of_layouts(lambda layout: allows(role, layout))
-
-        every = {role: allowed(role) for role in self.problems}
+        every = {role: self.allowed(role, allows) for role in self.problems}
         if len(every) == 1:
             alone = [plan for tables in self._plainest_first(every) if (plan := uniform_plan(self.problems, tables))]
             enough = (1 + self.margin) * min((plan.seconds for plan in alone), default=0.0)
             return (self._plainest(alone, enough),) if alone else ()
-        trunk = self.problems.trunk
-        apart = {role: table.of_families(_has_no_stages) for role, table in every.items()} | {trunk: every[trunk]}
+        whole = {role: table.of_families(_has_no_stages) for role, table in every.items() if role not in staged}
+        apart = {**every, **whole}
         plain = _of_whole_layers(apart)
 
         def of_kind(kind: PlanKind) -> list[ModelledPlan | None]:
@@ -109,6 +112,10 @@ class ModelledCosts:
         marks = [plan.seconds for plans in found for plan in plans if plan.kind != "mixed"]
         enough = (1 + self.margin) * min(marks, default=0.0)
         return tuple(self._plainest(plans, enough) for plans in found if plans)
+
+    def allowed(self, role: str, allows: Callable[[str, Layout], bool]) -> CandidateTable:
+        """The candidates of a role in layouts that it is allowed."""
+        return self._table(role).of_layouts(partial(allows, role))
 
     def _plainest_first(self, tables: Tables) -> Iterator[Tables]:
         """Candidates for roles that share their devices: all of them, or else half, a quarter and so on."""
@@ -154,7 +161,7 @@ class ModelledCosts:
         return self.problems.cluster
 
     def _table(self, role: str) -> CandidateTable:
-        """The candidates of a role. Those of encoders with a pipeline are for one layout of everything."""
+        """The candidates of a role, also in stages."""
         if role not in self._found:
             self._found[role] = candidates(self.problems[role], self.space, as_backbone=True)
         return self._found[role]

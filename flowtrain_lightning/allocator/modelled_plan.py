@@ -173,17 +173,19 @@ def waiting_seconds(problems: Problems, chosen: Mapping[str, Candidate]) -> dict
 
     With encoders that train, the backbone begins when the first encoder batch is there, and after its last microbatch
     an encoder still has one backward to do; an encoder waits for the gradients of the backbone's last microbatch.
-    Frozen encoders work ahead into later steps, so that nobody waits. A generator waits for the first microbatch, and
-    the backbone, with what is before it, for the generator's last batch.
+    Frozen encoders work ahead into later steps, unless they are in stages, so that nobody waits. A batch goes through
+    all stages. A generator waits for the first microbatch, and the backbone, with what is before it, for the
+    generator's last batch.
 
     This is a closed form of the simulation in `flowtrain_lightning.packing` for a step of equal batches, of which an
     encoder keeps two or more: as long where the backbone has the most to do, and an upper bound elsewhere, since an
     encoder that waits may have backwards left to do.
     """
-    in_step = [role for role in problems.encoders if problems[role].half.trains]
+    stages = {role: one.layout.pipeline for role, one in chosen.items()}
+    in_step = [role for role in problems.encoders if problems[role].half.trains or stages[role] > 1]
     behind = max((chosen[role].batch_seconds for role in problems.behind), default=0.0)
     last = chosen[problems.trunk].batch_seconds
-    first = max((chosen[role].batch_seconds for role in in_step), default=0.0)
+    first = max((chosen[role].batch_seconds * stages[role] for role in in_step), default=0.0)
     waits = {role: (last + behind) * (role in in_step) for role in problems.encoders}
     found = {**waits, problems.trunk: first + behind, **dict.fromkeys(problems.behind, first + last)}
     return {role: found[role] for role in chosen}

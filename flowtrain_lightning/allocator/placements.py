@@ -81,6 +81,24 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
     return next(fastest), next(fastest)
 
 
+def least_seconds(problems: Problems, tables: Tables, kind: PlanKind) -> float:
+    """Seconds of a step below which no colocated or separate plan can be; inf where none fits.
+
+    Separate roles wait for each other beside that, and other encoders than one take devices, too.
+    """
+    if any(not len(table) for table in tables.values()):
+        return np.inf
+    if kind != "separate":
+        return sum(float(table.seconds.min()) for table in tables.values())
+    fronts = {role: table.fastest_by_devices for role, table in tables.items()}
+    trunk, least = fronts.pop(problems.trunk), 0.0
+    for front in fronts.values():
+        fitting = np.searchsorted(trunk.devices, problems.cluster.devices - front.devices, side="right")
+        both = np.maximum(front.seconds, trunk.seconds[fitting - 1])
+        least = max(least, float(both[fitting > 0].min(initial=np.inf)))
+    return least
+
+
 def _beside(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[dict[str, Candidate]]:
     """Choices like this one in which one encoder has a few devices more or fewer, and the backbone the rest.
 

@@ -95,6 +95,8 @@ class RoleLoad:
         items: samples or media items of a step.
         budget: the most tokens of one forward.
         batches_in_flight: batches whose activations may be kept at the same time, without a pipeline.
+        fills_stages: it has as many forwards as its stages want; else as many as another role has, of which nothing is
+            known here, and which may be as few as hold its items.
         loss_chunk: tokens whose logits exist at the same time; None is all of a forward.
         forwards: of a step that fills them; None is as many as its items need.
     """
@@ -105,6 +107,7 @@ class RoleLoad:
     batches_in_flight: int
     loss_chunk: int | None = None
     forwards: int | None = None
+    fills_stages: bool = True
 
     @property
     def tokens(self) -> float:
@@ -167,7 +170,7 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
             items = tokens / float(lengths.mean())
         in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains and modality in module.encoders else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
-        loads[role] = RoleLoad(lengths, items, budget, in_flight)
+        loads[role] = RoleLoad(lengths, items, budget, in_flight, fills_stages=False)
     budget, filled = workload.token_budget, workload.microbatches
     open_at_once = MOST_OPEN if module.generators else 1
     loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, open_at_once, workload.loss_chunk, filled)

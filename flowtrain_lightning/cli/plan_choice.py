@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
+from itertools import product
+from math import ceil, inf, lcm
+from types import MappingProxyType
 from typing import ClassVar
 
 from flowtrain_lightning.allocator import (
@@ -20,14 +22,17 @@ from flowtrain_lightning.allocator import (
     choose_placement,
 )
 from flowtrain_lightning.allocator.candidates import usable_bytes
-from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, given_plan
-from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
+from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, given_plan, plan_from, side_by_side
+from flowtrain_lightning.allocator.placements import least_seconds
+from flowtrain_lightning.allocator.planner import PlanKind
+from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem, family_of
+from flowtrain_lightning.allocator.role_time import batches
 from flowtrain_lightning.packing.stage_schedule import Schedule
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
 _OF_STAGES: tuple[Placement, ...] = ("separate", "colocated")
-"""Placements in which a backbone may have stages."""
+"""Placements in which roles may have stages."""
 
 _SPLIT: tuple[Schedule, ...] = ("zb-h1", "zb-v")
 """Orders of stages whose backwards are in two parts; tried with the layouts that are best with whole ones."""
@@ -97,14 +102,14 @@ def _one_of_each_kind(
 ) -> list[tuple[ModelledPlan, ModelledPlan]]:
     """Of plans as modelled and as played one of each kind: with stages where it is faster by more than the margin.
 
-    So are split backwards, beside whole ones.
+    So are encoders' stages, beside those of the backbone alone, and split backwards, beside whole ones.
     How long stages wait for each other only playing them tells: those that were not played are left out, if others run.
     """
     plain = {before.kind: (before, after) for before, after in plans if not has_stages(before)}
     staged = [(before, after) for before, after in plans if has_stages(before)]
     if any(after is not before for before, after in staged) or plain:
         staged = [(before, after) for before, after in staged if after is not before]
-    for before, after in sorted(staged, key=lambda each: (_splits(each[0]), -each[1].seconds)):
+    for before, after in sorted(staged, key=lambda each: (*_less_plain(each[0]), -each[1].seconds)):
         if before.kind not in plain or after.seconds * (1 + margin) < plain[before.kind][1].seconds:
             plain[before.kind] = (before, after)
     return list(plain.values())
@@ -131,22 +136,73 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
     if allows is not None or len(problems) == 1:
         return run
     best = {plan.kind: plan.seconds for plan in run}  # that stages wait for each other only makes them slower
-    staged = (plan for plan in staged_plans(costs) if plan.seconds < best.get(plan.kind, inf))
-    return [*run, *(plan for plan in staged if why_plan_cannot_run(plan, problems) is None)]
+    faster = (plan for plan in staged_plans(costs) if plan.seconds < best.get(plan.kind, inf))
+    run += [plan for plan in faster if why_plan_cannot_run(plan, problems) is None]
+    for plan in run:
+        best[plan.kind] = min(best.get(plan.kind, inf), plan.seconds)
+    return [*run, *(plan for plan in encoders_in_stages(costs, best) if why_plan_cannot_run(plan, problems) is None)]
 
 
 def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
     """The best plan of every number of stages of the backbone, separate and colocated; then with split backwards."""
     problems = costs.problems
-    for stages in costs.space.pipeline:
-        for placement in _OF_STAGES if stages > 1 else ():
+    for count, placement in product(costs.space.pipeline, _OF_STAGES):
+        stages = {problems.trunk: count}
+        for plan in costs.plans(_allowed_in(stages, placement, problems), (placement,)) if count > 1 else ():
+            yield plan
+            yield from _with_split_backwards(plan, problems)
 
-            def allows(role: str, layout: Layout, stages: int = stages, placement: Placement = placement) -> bool:
-                return can_run(role, layout, problems, placement, stages)
 
-            for plan in costs.plans(allows, (placement,)):
-                yield plan
-                yield from _with_split_backwards(plan, problems)
+def encoders_in_stages(costs: ModelledCosts, best: Mapping[PlanKind, float]) -> Iterator[ModelledPlan]:
+    """The most promising plan in which an encoder has stages, alone or with the backbone, separate and colocated.
+
+    Args:
+        costs: predict the plans.
+        best: kind -> seconds of the best plan whose encoders have none. What is not faster than it by more than the
+            margin is left out.
+    """
+    problems, trunk = costs.problems, costs.problems.trunk
+    roles = [role for role in problems.encoders if problems[role].half.levels == 1]
+    counts = [count for count in costs.space.pipeline if count > 1]
+    for placement in _OF_STAGES:
+        enough, found = best.get(placement, inf) / (1 + costs.margin), list[ModelledPlan]()
+        tables = {
+            (role, count): costs.allowed(role, _allowed_in({role: count}, placement, problems))
+            for role, count in product(problems, (1, *counts) if roles else ())
+        }
+        for role, count, both in product(roles, counts, (False, True)):
+            stages = {role: count, trunk: count if both else 1}
+            some = {each: tables[each, stages.get(each, 1)] for each in problems}
+            if least_seconds(problems, some, placement) < enough:
+                found += costs.plans(_allowed_in(stages, placement, problems), (placement,), staged=stages)
+        filled = min((_as_filled(plan, problems) for plan in found), key=lambda plan: plan.seconds, default=None)
+        if filled is not None and filled.seconds < enough:
+            yield filled
+
+
+def _as_filled(plan: ModelledPlan, problems: Problems) -> ModelledPlan:
+    """A plan whose encoders have no more batches than the backbone has microbatches, or than their media fill.
+
+    The model takes each role to have as many as its stages want.
+    """
+    trunk, chosen, longer = plan.chosen[problems.trunk], dict(plan.chosen), 0.0
+    positions = float(batches(problems.of_trunk, family_of(trunk.layout))[0][0])
+    for role in problems.encoders:
+        one, problem = chosen[role], problems[role]
+        data, stages = one.layout.data, one.layout.pipeline
+        wanted = float(batches(problem, family_of(one.layout))[0][0])
+        there = max(ceil(problem.full_batches / data), min(positions, max(1.0, problem.load.items // data)))
+        batch = one.batch_seconds * max(1.0, wanted / there)
+        more = (stages - 1) * (batch - one.batch_seconds)
+        chosen[role], longer = replace(one, seconds=one.seconds + more, batch_seconds=batch), longer + more
+    if plan.kind == "separate":
+        return side_by_side(problems, chosen)
+    return plan_from(plan.kind, problems, chosen, seconds=plan.seconds + longer)
+
+
+def _allowed_in(stages: Mapping[str, int], placement: Placement, problems: Problems) -> Callable[[str, Layout], bool]:
+    """Whether a role may have a layout, in a placement, where some roles have so many stages."""
+    return lambda role, layout: can_run(role, layout, problems, placement, stages)
 
 
 def _with_split_backwards(plan: ModelledPlan, problems: Problems) -> Iterator[ModelledPlan]:
@@ -173,13 +229,25 @@ def has_stages(plan: ModelledPlan) -> bool:
     return any(one.layout.pipeline > 1 for one in plan.chosen.values())
 
 
-def _splits(plan: ModelledPlan) -> bool:
-    return any(one.layout.stages.splits for one in plan.chosen.values())
+def _less_plain(plan: ModelledPlan) -> tuple[bool, bool]:
+    """Whether another role than the backbone has stages, and whether stages split backwards."""
+    layouts = {role: one.layout for role, one in plan.chosen.items()}
+    splits = any(layout.stages.splits for layout in layouts.values())
+    return any(layout.pipeline > 1 for role, layout in layouts.items() if role != Problems.trunk), splits
 
 
-def can_run(role: str, layout: Layout, problems: Problems, placement: Placement = "colocated", stages: int = 1) -> bool:
-    """Whether training runs a role in a layout, in a placement, where the backbone has so many stages."""
-    if layout.pipeline != _degree(role, stages) or not _runs(role, layout, tuple(problems), placement, stages):
+def can_run(
+    role: str,
+    layout: Layout,
+    problems: Problems,
+    placement: Placement = "colocated",
+    stages: Mapping[str, int] = MappingProxyType({}),
+) -> bool:
+    """Whether training runs a role in a layout, in a placement, where some roles have so many stages."""
+    if layout.pipeline != stages.get(role, 1):
+        return False
+    degrees = tuple((name, stages.get(name, 1)) for name in problems)
+    if not _runs(role, layout, degrees, placement):
         return False
     return all(_suits(layout, one) is None for one in problems.values())
 
@@ -219,14 +287,17 @@ def why_plan_cannot_run(plan: ModelledPlan, problems: Problems) -> str | None:
         allocation = plan.allocation(backbone.cluster.per_node)
     except AllocationError as error:
         return f"cannot be put onto ranks. {error}"
+    for role, layout in allocation.layouts.items():
+        if role in problems.encoders and layout.pipeline > 1 and problems[role].half.levels > 1:
+            return f"has stages of the {role}, whose features leave it behind several layers of unlike stages."
     reasons = (_suits(layout, problems[role]) for role, layout in allocation.layouts.items())
     return why_it_cannot_run(allocation) or next(filter(None, reasons), None)
 
 
 def _suits(layout: Layout, problem: RoleProblem) -> str | None:
     """Why a role cannot have a layout, as the end of a sentence; None where it can."""
-    has_experts = any(part.experts is not None for part in problem.half.layers)
-    if layout.tensor > 1 and layout.pipeline > 1 and has_experts:
+    in_shared_stages = layout.tensor > 1 and layout.pipeline > 1
+    if in_shared_stages and any(part.experts is not None for part in problem.half.layers):
         return "shares a mixture of experts among tensor ranks of a stage, which no run does today."
     waits = problem.role == Problems.trunk and problem.receives_gradient and not problem.half.trains
     if layout.meets_in_forwards and waits:
@@ -244,27 +315,22 @@ def _why_text_cannot_run(layout: Layout) -> str | None:
     )
 
 
-def _degree(role: str, stages: int) -> int:
-    """Stages of a role where the backbone has so many."""
-    return {BACKBONE: stages}.get(role, 1)
-
-
 @cache
-def _runs(role: str, layout: Layout, roles: tuple[str, ...], placement: Placement, stages: int) -> bool:
+def _runs(role: str, layout: Layout, stages: tuple[tuple[str, int], ...], placement: Placement) -> bool:
     """Whether training runs a layout at all: the role in it, at the smallest size of its kind, others in copies.
 
-    The backbone is in so many stages, of copies.
+    Each role is in so many stages.
     """
-    if len(roles) == 1:
+    degrees = dict(stages)
+    if len(degrees) == 1:
         return _why_text_cannot_run(layout) is None
     replicas = min(2, layout.replicas)
     each = max(layout.expert, min(2, layout.data // layout.replicas))
-    small = replace(layout, data=replicas * each * stages // _degree(role, stages), replicas=replicas)
+    small = replace(layout, data=replicas * each * lcm(*degrees.values()) // degrees[role], replicas=replicas)
     together, count = placement == "colocated", small.ranks
-    order = (BACKBONE, *(name for name in roles if name != BACKBONE))
+    order = (BACKBONE, *(name for name in degrees if name != BACKBONE))
     first = {name: 0 if together else number * count for number, name in enumerate(order)}
-    ranks = {name: tuple(range(first[name], first[name] + count)) for name in roles}
-    degrees = {name: _degree(name, stages) for name in roles}
+    ranks = {name: tuple(range(first[name], first[name] + count)) for name in degrees}
     copies = {name: Layout(count // degree, pipeline=degree) for name, degree in degrees.items()}
     layouts = copies | {role: small}
     return why_it_cannot_run(Allocation(placement, layouts, ranks)) is None

@@ -52,6 +52,8 @@ class TimedBatch:
         position: of the batches whose rows it reads; None of what reads nothing, or one batch at each position.
         places: of its forward and its backward in one order of all works of the step; None where its role's rules say
             when they come.
+        read_at: of what the next stage of its role reads, the positions of the first and the last batches that read
+            what comes of it; None where those are its readers.
     """
 
     forward: float
@@ -64,17 +66,24 @@ class TimedBatch:
     weights: float = 0.0
     position: int | None = None
     places: tuple[int, int] | None = None
+    read_at: tuple[int, int] | None = None
 
     @property
     def turn(self) -> Turn:
         """When one that is read, or that reads from a position, is due."""
-        first = min(reader.number for reader in self.readers) if self.position is None else self.position
-        return first, self.before
+        return self._read_between[0] if self.position is None else self.position, self.before
 
     @property
     def read_until(self) -> int:
         """The position of the last of its readers."""
-        return max(reader.number for reader in self.readers)
+        return self._read_between[1]
+
+    @property
+    def _read_between(self) -> tuple[int, int]:
+        if self.read_at is not None:
+            return self.read_at
+        positions = [reader.number for reader in self.readers]
+        return min(positions), max(positions)
 
     @property
     def seconds(self) -> float:
@@ -123,12 +132,14 @@ def step_work(
             found = replace(found, readers=(_in_run(plan, batch, run + 1, pipeline),), on_the_way=on)
         if role == plan.graph.trunk:
             return found
+        positions = [reader.number for reader in readers.get(batch, ())] if run + 1 < pipeline.runs else []
         position, before = plan.turns[role][member][number]
         return replace(
             found,
             recomputed=role in again and number in again[role][member],
             before=before,
             position=position if role in plan.graph.behind else None,
+            read_at=(min(positions), max(positions)) if positions else None,
         )
 
     return {

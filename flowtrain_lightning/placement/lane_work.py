@@ -79,7 +79,7 @@ def lane_work(
         work = _with_ends(work, ends, closing)
         works.append(
             {
-                name: batches if name in parts[trunk] else _as_they_meet(batches, members.meeting(name))
+                name: batches if name in parts[trunk] else _as_they_meet(batches, rules.meets[name])
                 for name, batches in work.items()
             }
         )

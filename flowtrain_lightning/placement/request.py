@@ -243,10 +243,10 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
     layout = allocation.layouts[role]
     given = f"gives the {role} the layout {layout.describe()}, but"
     encodes = role in allocation.producers
-    if encodes and (layout.stages != StageSchedule(layout.pipeline) or layout.shares_weights or layout.by_deepspeed):
+    if encodes and layout.stages != StageSchedule(layout.pipeline):
         return (
-            f"{given} the stages of a role that encodes hold whole copies of one run of its layers each, in the order "
-            "'1f1b' (pipeline). Leave shard, tensor, expert, virtual and schedule out."
+            f"{given} the stages of a role that encodes have one run of its layers each, and work in the order '1f1b'. "
+            "Leave virtual and schedule out."
         )
     if encodes and allocation.placement == "mixed":
         return f"{given} in the placement mixed each rank encodes by itself. Take separate or colocated ones."
@@ -265,13 +265,16 @@ def _why_no_stages(allocation: Allocation, role: str) -> str | None:
             f"{given} several runs of layers in a stage (virtual, 'zb-v') run in the placement separate today, not in "
             f"{allocation.placement}."
         )
-    if allocation.placement != "separate":
-        for other in (*allocation.producers, *([allocation.trunk] if encodes else [])):
-            if allocation.layouts[other].meets.binds:
-                return (
-                    f"{given} the {other} on the same ranks has {allocation.layouts[other].describe()}, whose "
-                    "ranks wait for each other. Beside a stage take whole copies of it, or separate ranks."
-                )
+    in_one_order = allocation.placement == "colocated" and not layout.stages.splits
+    others = (*allocation.producers, *([allocation.trunk] if encodes else []))
+    for other in others if allocation.placement != "separate" else ():
+        beside = allocation.layouts[other]
+        taken = in_one_order and beside.shard in ("replicate", "fsdp") and beside.expert == 1
+        if beside.meets.binds and not taken:
+            return (
+                f"{given} the {other} on the same ranks has {beside.describe()}, whose ranks wait for each other in "
+                f"the placement {allocation.placement}. Beside a stage take whole copies of it, or separate ranks."
+            )
     if allocation.graph.behind:
         return f"{given} a {allocation.graph.behind[0]} does not go with a pipeline today. Set pipeline to 1."
     return None

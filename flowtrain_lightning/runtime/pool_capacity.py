@@ -29,8 +29,7 @@ from flowtrain_lightning.pool import (
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
 from flowtrain_lightning.runtime.job import Job
-from flowtrain_lightning.runtime.program import PADDING
-from flowtrain_lightning.runtime.role_methods import no_rows, with_features
+from flowtrain_lightning.runtime.role_methods import hidden_in_place, with_features, zero_rows
 from flowtrain_lightning.runtime.step import RankContext, Step
 from flowtrain_lightning.runtime.timeline import Timeline
 
@@ -209,19 +208,17 @@ class PoolCapacity:
             with own_streams(), torch.no_grad(), kept_metrics(self._module):
                 if role == step.plan.graph.trunk:
                     return FeatureSpec.of(self._first_microbatch(step, role))
-                number, media = next(
+                media = next(
                     (
-                        (number, media)
-                        for number, media in enumerate(step.batch.media[role])
+                        media
+                        for media in step.batch.media[role]
                         if media is not None and modality in (None, media.modality)
                     ),
-                    (PADDING, step.batch.padding_media.get(role)),
+                    step.batch.padding_media.get(role),
                 )
                 assert media is not None
                 media = replace(media, kept=None) if media.rows else media  # nothing is kept of a trial
-                batches = step.program.roles[role].batches.values()
-                read = next((batch.rows_read for batch in batches if batch.number == number), {})
-                hidden = (each for name, count in read.items() for each in self._zeros(name, count))
+                hidden = hidden_in_place(step, self._compute, role, media)
                 return FeatureSpec.of(self._compute.encode(role, media, *hidden, step=(-1, -1), number=0))
         finally:
             for module in training:
@@ -234,15 +231,11 @@ class PoolCapacity:
         packed = step.batch.microbatches[number]
         assert packed is not None
         rows = {
-            modality: self._zeros(modality, count)
+            modality: zero_rows(compute, modality, count)
             for modality, count in step.program.roles[trunk].batches[number].rows_read.items()
         }
         packed, features = with_features(step, compute, packed, rows)
         return compute.microbatch_and_rows(packed, features, stage="val", step=(-1, -1), number=0, counts=False)[1]
-
-    def _zeros(self, modality: str, count: int) -> tuple[Tensor, ...]:
-        """So many rows of a modality."""
-        return tuple(each.new_zeros(count, *each.shape[1:]) for each in no_rows(self._compute, modality))
 
 
 def _turn(step: Step, modality: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from flowtrain_lightning.packing.stage_entries import (
 from flowtrain_lightning.packing.step_graph import Pass
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.parallel.context_parallel import slices_of
-from flowtrain_lightning.runtime.program import MadeEntry, RankBatch, RankRole, ReadEntry
+from flowtrain_lightning.runtime.program import PADDING, MadeEntry, RankBatch, RankRole, ReadEntry
 
 
 def in_stages(plan: StepPlan, shard: RankShard, whole: RankRole, order: Sequence[ChunkPass]) -> RankRole:
@@ -74,6 +74,8 @@ def _read_once(batches: Mapping[int, RankBatch], passes: Sequence[Pass]) -> dict
 
 def _in_stage(plan: StepPlan, shard: RankShard, role: str, batch: RankBatch, chunk: int) -> RankBatch:
     """A batch as one stage computes it: it reads what the whole role reads, and the stage before it."""
+    if batch.number == PADDING:  # each stage computes on zeros, for which nobody waits
+        return batch
     members, own, part = shard.members, shard.stages[role], shard.slices.get(role, 0)
     pipeline, slices = members.pipeline_of(role), members.slices.get(role, 1)
     run, name = pipeline.number(own, chunk), hidden_states(role)

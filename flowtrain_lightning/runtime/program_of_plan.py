@@ -157,10 +157,17 @@ def _encoding_roles(
         batches = _making_batches(plan, shard, role, entries, order)
         due = tuple(position for position, _ in order.turns)
         whole = RankRole(role, member, batches, order.passes, due, order.until, makes=True)
-        # All stages come to the batches in one order, so none waits for what comes later in that of another.
-        alike = [ChunkPass(kind, 0, place) for kind, place in order.passes]
-        found.append(in_stages(plan, shard, whole, alike) if role in shard.stages else whole)
+        found.append(_of_own_stage(plan, shard, whole))
     return found
+
+
+def _of_own_stage(plan: StepPlan, shard: RankShard, whole: RankRole) -> RankRole:
+    """A rank's part in a role that encodes, as far as its stage goes.
+
+    All stages come to the batches in one order, so none waits for what comes later in that of another.
+    """
+    alike = [ChunkPass(kind, 0, place) for kind, place in whole.passes]
+    return in_stages(plan, shard, whole, alike) if whole.role in shard.stages else whole
 
 
 def _encoding_in_turns(
@@ -186,7 +193,7 @@ def _encoding_in_turns(
         in_order = MemberOrder(turns[role], passes, joint.recomputed[role])
         batches = _making_batches(plan, shard, role, entries, in_order)
         due = tuple(position for position, _ in turns[role])
-        roles.append(RankRole(role, member, batches, passes, due, until[role], makes=True))
+        roles.append(_of_own_stage(plan, shard, RankRole(role, member, batches, passes, due, until[role], makes=True)))
     has = {role.role: role.batches for role in roles}
     order_of_all = [(role, each) for role, each in joint.passes if each[1] in has[role]]
     return tuple(Work(BatchOf(role, shard.own[role], place), kind) for role, (kind, place) in order_of_all), roles

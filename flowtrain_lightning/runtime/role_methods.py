@@ -11,7 +11,7 @@ from torch import Tensor
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.joint_losses import JointLosses
-from flowtrain_lightning.data import Features, PackedBatch, PackedTargets
+from flowtrain_lightning.data import Features, PackedBatch, PackedMedia, PackedTargets
 from flowtrain_lightning.packing.stage_entries import hidden_modalities, hidden_states
 from flowtrain_lightning.parallel.experts.expert_counts import counting_choices
 from flowtrain_lightning.parallel.ranks.random_streams import global_seed
@@ -83,6 +83,8 @@ class EncoderMethod:
         assert media is not None
         stream = batch.number * len(step.plan.batches[self._role]) + member
         hidden = read.tensors(name := hidden_states(self._role))
+        if is_padding:
+            hidden = hidden_in_place(step, self._context.compute, self._role, media)
         for tensor in hidden:  # of the stage before: a leaf of the graph, which has a gradient after the backward
             assert tensor is not None, "each batch has rows"
             tensor.requires_grad_(name in step.answered)
@@ -185,8 +187,7 @@ class GeneratorMethod:
         assert media is not None
         items = PackedTargets(media, global_seed(), *step.name)
         if is_padding:
-            rows = sum(items.condition_rows)
-            condition = tuple(each.new_zeros(rows, *each.shape[1:]) for each in no_rows(compute, media.modality))
+            condition = zero_rows(compute, media.modality, sum(items.condition_rows))
         else:
             condition = tuple(each for each in read.tensors(media.modality) if each is not None)
             for tensor in condition:
@@ -214,6 +215,18 @@ class GeneratorMethod:
 def no_rows(compute: Compute, modality: str) -> tuple[Tensor, ...]:
     """No rows of a modality."""
     return compute.specs[modality].no_rows(compute.device)
+
+
+def zero_rows(compute: Compute, modality: str, count: int) -> tuple[Tensor, ...]:
+    """So many rows of a modality, of zeros."""
+    return tuple(each.new_zeros(count, *each.shape[1:]) for each in no_rows(compute, modality))
+
+
+def hidden_in_place(step: Step, compute: Compute, role: str, media: PackedMedia) -> tuple[Tensor, ...]:
+    """Zeros in place of what the stage before makes of media, where nobody hands it on; nothing on the first stage."""
+    if step.batch.shard.stages.get(role, 0) == 0:
+        return ()
+    return zero_rows(compute, hidden_states(role), media.patch_count)
 
 
 def with_features(

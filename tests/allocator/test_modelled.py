@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain_lightning.allocator import WHOLE_COPIES, ModelledCosts, NoPlanError, choose_placement
+from flowtrain_lightning.allocator import (
+    WHOLE_COPIES,
+    Allocation,
+    Layout,
+    ModelledCosts,
+    NoPlanError,
+    choose_placement,
+)
 from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.allocator.modelled_plan import given_plan, waiting_seconds
 from tests.allocator.problems import problems
 
 
@@ -56,6 +64,14 @@ def test_separate_roles_are_idle_where_they_compute_for_less_than_a_step(plans):
 def test_nobody_waits_for_a_frozen_encoder():
     costs = ModelledCosts(problems("gemma-3-4b", devices=16, frozen=("encoder",)))
     assert next(plan for plan in costs.predictions() if plan.kind == "separate").waiting == 0
+
+
+def test_but_for_one_in_stages_which_does_not_work_ahead():
+    layouts, ranks = {"encoder": Layout(1, pipeline=2), "backbone": Layout(2)}, {"encoder": (2, 3), "backbone": (0, 1)}
+    given = problems("qwen2.5-vl-3b", devices=4, frozen=("encoder",))
+    plan = given_plan(given, Allocation("separate", layouts, ranks))
+    assert plan.waiting > 0
+    assert waiting_seconds(given, plan.chosen)["backbone"] == 2 * plan.chosen["encoder"].batch_seconds
 
 
 def test_every_plan_becomes_an_allocation(plans):

@@ -50,6 +50,16 @@ def test_a_named_model_has_the_parameters_that_its_page_gives(name):
     assert total / 1e9 == pytest.approx(BILLIONS[name], rel=0.015)
 
 
+def test_only_some_towers_have_features_that_leave_behind_several_layers():
+    levels = {name: [half.levels for half in named_model(name).encoders.values()] for name in CONFIGS}
+    assert {name for name, of_each in levels.items() if max(of_each, default=1) > 1} == {
+        name for name in CONFIGS if name.startswith("qwen3-vl")
+    }
+    without_projector = named_model("qwen3-vl-8b").with_frozen("tower").with_projectors_apart({"image": 1.0})
+    assert without_projector.encoders["image"].levels == 4
+    assert levels["qwen3-vl-8b"] == [4]
+
+
 def test_a_misspelt_name_is_answered_with_the_nearest():
     with pytest.raises(PlanningError, match=r"no model 'qwen2.5-vl-7'. Did you mean 'qwen2.5-vl-7b'\? Known are"):
         named_model("qwen2.5-vl-7")

@@ -13,7 +13,15 @@ from tests.exactness.hearing import memory_data, module_of
 from tests.exactness.mixture import Mixture
 from tests.exactness.modules import Deep, Divided
 from tests.forks import write_down
-from tests.tiny import TinyVLM, tiny_data
+from tests.tiny import WIDTH, Block, TinyVLM, tiny_data
+
+
+class Deeper(Deep):
+    """Both halves have four repeated blocks."""
+
+    def configure_encoder(self) -> None:
+        super().configure_encoder()
+        self.encoder.more.append(Block(WIDTH))
 
 
 def train_on_plans(
@@ -41,7 +49,7 @@ def train_on_plans(
         draws: it has a generator; its encoder, and all of its backbone but queries, are frozen.
         mixes: its halves have mixtures of as many experts as there are ranks.
     """
-    kind: type[TinyVLM] = Divided if divides else Deep if deep else Mixture if mixes else TinyVLM
+    kind: type[TinyVLM] = Divided if divides else Deeper if deep else Mixture if mixes else TinyVLM
     if hears:
         kind = module_of(divided=divides)
     if draws:

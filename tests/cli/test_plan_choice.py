@@ -9,6 +9,7 @@ from flowtrain_lightning.allocator import (
     DEVICES,
     PRECISIONS,
     ROLES,
+    Allocation,
     Cluster,
     Layout,
     ModelledCosts,
@@ -18,6 +19,8 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.allocator.modelled_plan import given_plan
+from flowtrain_lightning.allocator.placements import least_seconds
 from flowtrain_lightning.cli.plan_choice import (
     choose_plans,
     has_stages,
@@ -63,6 +66,40 @@ def test_stages_are_recommended_where_links_are_slow_and_samples_few_and_they_ru
     assert has_stages(chosen)
     assert why_plan_cannot_run(chosen, asked.problems) is None
     assert chosen.seconds not in [plan.seconds for plan in asked.running], "as played, not as modelled"
+
+
+def test_stages_of_an_encoder_are_recommended_where_they_gain_a_tenth_and_they_run():
+    asked = question("qwen2.5-vl-7b", 4, 1, 4)
+    chosen = asked.answer().recommended.chosen
+    assert {one.layout for one in chosen.chosen.values()} == {Layout(1, pipeline=4)}
+    assert why_plan_cannot_run(chosen, asked.problems) is None
+    played = asked.simulator.simulated(asked.running)
+    others = [each.seconds for each in played if each.chosen["encoder"].layout.pipeline == 1]
+    assert chosen.seconds * (1 + ModelledCosts.margin) < min(others)
+
+
+@pytest.mark.parametrize("given", [(8, 8, 64), (4, 1, 64)], ids=["fast links", "many samples"])
+def test_they_are_not_where_links_are_fast_or_samples_many(given):
+    asked = question("qwen2.5-vl-7b", *given)
+    staged = [plan for plan in asked.running if plan.chosen["encoder"].layout.pipeline > 1]
+    assert not staged
+    assert asked.answer().recommended.chosen.chosen["encoder"].layout.pipeline == 1
+
+
+def test_a_plan_of_stages_in_a_tower_that_features_leave_within_is_refused():
+    asked = problems("qwen3-vl-8b", devices=3)
+    layouts = {role: Layout(1, pipeline=3) for role in ROLES}
+    plan = given_plan(asked, Allocation("colocated", layouts, dict.fromkeys(layouts, (0, 1, 2))))
+    assert "features leave it behind several layers" in why_plan_cannot_run(plan, asked)
+
+
+@pytest.mark.parametrize(("devices", "per_node", "batch"), [(4, 1, 4), (16, 8, 16), (8, 1, 64)])
+def test_no_plan_is_faster_than_what_is_said_to_be_the_least(devices, per_node, batch):
+    costs = question("qwen2.5-vl-7b", devices, per_node, batch).costs
+    tables = {role: costs.allowed(role, lambda role, layout: layout.pipeline <= 2) for role in ROLES}
+    plans = costs.plans(lambda role, layout: layout.pipeline <= 2, ("separate", "colocated"), staged=ROLES)
+    assert len(plans) == 2
+    assert all(least_seconds(costs.problems, tables, plan.kind) <= plan.seconds * (1 + 1e-9) for plan in plans)
 
 
 @pytest.mark.full

@@ -114,8 +114,10 @@ def test_plans_of_stages_train(tmp_path):
     """Where devices have nodes of their own, so that weights and gradients would go over slow links."""
     write_plans(tmp_path, IN_STAGES)
     paths = {name: tmp_path / f"{name}-plan.yaml" for name in IN_STAGES}
-    layouts = [read_plan(path).layouts["backbone"] for path in paths.values()]
-    assert [(layout.pipeline, layout.schedule) for layout in layouts] == [(4, "1f1b"), (2, "1f1b"), (4, "zb-h1")]
+    layouts = [read_plan(path).layouts for path in paths.values()]
+    backbones = [(of_roles["backbone"].pipeline, of_roles["backbone"].schedule) for of_roles in layouts]
+    assert backbones == [(4, "1f1b"), (2, "1f1b"), (4, "zb-h1")]
+    assert [of_roles["encoder"].pipeline for of_roles in layouts] == [4, 1, 1]
     train(list(paths.values()), tmp_path, deep=True)
 
 

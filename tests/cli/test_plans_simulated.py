@@ -58,6 +58,30 @@ def test_a_plan_and_the_simulation_of_its_file_agree(flowtrain, seed):
     assert predicted == pytest.approx(simulated["step_seconds"], rel=0.05)
 
 
+LARGE_TOWER = """
+encoders:
+  image: {layers: 48, hidden: 3200, feed_forward: 12800, heads: 32, patch: 14, merge: 2}
+backbone: {layers: 32, hidden: 4096, feed_forward: 11008, heads: 32, vocabulary: 32000}
+"""
+
+
+def test_they_agree_where_encoder_and_backbone_are_in_stages(flowtrain, tmp_path):
+    (tmp_path / "model.yaml").write_text(LARGE_TOWER)
+    draw = np.random.default_rng(0)
+    table = {
+        "tokens": draw.integers(1400, 1600, 64),
+        "image_tokens": [[each] for each in draw.integers(1200, 1400, 64)],
+    }
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    common = ("--model", "model.yaml", "--precision", "bf16-true", "--batch", 4, "--data", "lengths.parquet")
+    nodes = ("--device", "h100", "--nodes", 4)
+    planned = flowtrain("plan", *common, *nodes, "--devices", 4, "--out", "plan.yaml")
+    recommended = planned["plans"][planned["recommended"]]
+    assert recommended["roles"]["encoder"]["layout"]["pipeline"] > 1
+    simulated = flowtrain("simulate", *common, *nodes, "--plan", "plan.yaml")
+    assert recommended["step_seconds"] == pytest.approx(simulated["step_seconds"], rel=0.05)
+
+
 SEES_AND_HEARS = """
 encoders:
   image: {layers: 12, hidden: 768, feed_forward: 3072, heads: 12, patch: 16, merge: 2}

@@ -28,7 +28,14 @@ from flowtrain_lightning.data import (
 from flowtrain_lightning.parallel import TensorPlan
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import SEED, ranks_of
-from tests.exactness.modules import DividedBackbone, DividedBlock, DividedEncoder, divided_blocks
+from tests.exactness.modules import (
+    DeepBackbone,
+    DeepEncoder,
+    DividedBackbone,
+    DividedBlock,
+    DividedEncoder,
+    divided_blocks,
+)
 from tests.exactness.train import Recorder
 from tests.forks import write_down
 from tests.tiny import IMAGES, WIDTH, Backbone, Block, CharTokenizer, Encoder, TinyVLM
@@ -239,6 +246,16 @@ class DividedHearing(SeeingAndHearing):
         return divided_blocks([f"{half}.block", *(["backbone.more.*"] if role == "backbone" else [])])
 
 
+class DeepHearing(SeeingAndHearing):
+    """The same, with an eye and a decoder of several blocks, which can be stages."""
+
+    def configure_encoder_image(self) -> None:
+        self.eye = DeepEncoder(1, self.hparams["dropout"]).requires_grad_("image" not in self.hparams["frozen"])
+
+    def configure_backbone(self) -> None:
+        self.backbone = DeepBackbone()
+
+
 class Feeling(DividedHearing):
     """The same, with a third encoder, which feels."""
 
@@ -280,10 +297,10 @@ class Letters(SeeingAndHearing):
 
 
 def module_of(
-    wide: bool = False, letters: bool = False, divided: bool = False, feels: bool = False
+    wide: bool = False, letters: bool = False, divided: bool = False, feels: bool = False, deep: bool = False
 ) -> type[SeeingAndHearing]:
     """The module of a case."""
-    chosen = {Letters: letters, WideEar: wide, Feeling: feels, DividedHearing: divided}
+    chosen = {Letters: letters, WideEar: wide, Feeling: feels, DividedHearing: divided, DeepHearing: deep}
     return next((kind for kind, is_wanted in chosen.items() if is_wanted), SeeingAndHearing)
 
 
@@ -299,7 +316,7 @@ def allocation_of(layout: str, names: tuple[str, ...] = ("encoder_image", "encod
 
     ``"colocated 2"`` gives two ranks all three roles, and ``"mixed 1+2"`` one rank both encoders and two more all
     three. ``"1+1+2 fsdp"`` has what reads in shards, or by DeepSpeed ``"1+1+2 deepspeed-2"``, and ``"2+1+1 tensor
-    image"`` divides what encodes images.
+    image"`` divides what encodes images; ``"colocated 4 stages image"`` has it in two stages of shards.
 
     Args:
         layout: see above.
@@ -321,8 +338,11 @@ def allocation_of(layout: str, names: tuple[str, ...] = ("encoder_image", "encod
     if how:
         role = dict(zip(MEDIA_IDS, encoders, strict=False)).get(how[-1], trunk)
         size = len(ranks[role])
-        in_shards = how[0] in get_args(Sharding)
-        layouts[role] = Layout(size, shard=how[0]) if in_shards else Layout(**{how[0]: size})
+        if how[0] == "stages":
+            layouts[role] = Layout(size // 2, pipeline=2, shard="fsdp")
+        else:
+            in_shards = how[0] in get_args(Sharding)
+            layouts[role] = Layout(size, shard=how[0]) if in_shards else Layout(**{how[0]: size})
     return Allocation(placement, layouts, {role: tuple(each) for role, each in ranks.items()})
 
 
@@ -346,6 +366,7 @@ def train(
     letters: bool = False,
     divided: bool = False,
     feels: bool = False,
+    deep: bool = False,
     precision: Any = "64-true",
 ) -> None:
     """Trains ``STEPS`` steps under ``"auto"``, ``"ddp 2"`` or on such a layout; then validates and predicts.
@@ -375,7 +396,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = module_of(wide, letters, divided, feels)(**(module or {}))
+    model = module_of(wide, letters, divided, feels, deep)(**(module or {}))
     trainer.fit(model, memory_data(feels=feels, num_workers=workers), ckpt_path=resume)
     recorder.save(folder)
     spans = trainer.strategy.runner.timeline.spans if isinstance(trainer.strategy, FlowTrainStrategy) else []

@@ -216,6 +216,21 @@ class Divided(Deep):
         return plan
 
 
+class DividedTower(Divided):
+    """Its encoder has three blocks that tensor ranks can divide."""
+
+    def configure_encoder(self) -> None:
+        self.encoder = DeepEncoder(self.hparams["levels"], self.hparams["dropout"])
+        self.encoder.block = DividedBlock()
+        self.encoder.more = nn.ModuleList(DividedBlock() for _ in range(2))
+        if self.hparams["freeze_encoder"]:
+            self.encoder.requires_grad_(False)
+
+    def tensor_plan(self, role: str, ranks: int) -> TensorPlan:
+        of_tower = divided_blocks(("encoder.more.*",)) if role == "encoder" else {}
+        return {**super().tensor_plan(role, ranks), **of_tower}
+
+
 class FourDivided(Divided):
     """Its backbone has a block more."""
 
@@ -392,6 +407,7 @@ KINDS: dict[str, type[TinyVLM]] = {
     "divided": Divided,
     "divided tokens": DividedTokens,
     "two losses": Telling,
+    "divided tower": DividedTower,
     "four divided blocks": FourDivided,
     "six divided blocks": SixDivided,
     "eight divided blocks": EightDivided,

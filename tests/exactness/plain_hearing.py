@@ -26,12 +26,13 @@ def train(
     letters: bool = False,
     divided: bool = False,
     feels: bool = False,
+    deep: bool = False,
     precision: str = "64-true",
 ) -> None:
     """Trains ``STEPS`` steps, sample after sample, and writes what a layout's rank writes."""
     torch.set_default_dtype(torch.float64 if precision == "64-true" else torch.float32)
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
-    model = module_of(letters=letters, divided=divided, feels=feels)(**(module or {}))
+    model = module_of(letters=letters, divided=divided, feels=feels, deep=deep)(**(module or {}))
     model.configure_model()
     optimizer = model.configure_optimizers()
     recorder, samples = Recorder(), Memory(feels=feels).samples

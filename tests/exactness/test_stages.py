@@ -73,6 +73,7 @@ LONG += [  # with those above, each number of stages, order, layout of a stage a
 ]
 BOTH = {"encoder": PIPELINE, "backbone": PIPELINE}
 ENCODER = {"encoder": PIPELINE}
+ONE_KEPT = {"encoder_activations": 1}
 QUICK += [Case("colocated 2", BOTH, strategy={"encoder_activations": 1}, clip=0.2, data=CUT)]
 LONG += [
     Case("colocated 2", BOTH, freeze=True, data=CUT),
@@ -85,6 +86,24 @@ LONG += [
     Case("2+2", {"encoder": PIPELINE, "backbone": V}, clip=0.2, data=CUT),
     Case("colocated 4", {"encoder": PIPELINE, "backbone": {"pipeline": 4}}, clip=0.2, data=CUT),
     Case("colocated 2", {"encoder": PIPELINE, "backbone": SPLIT}, strategy={"encoder_activations": 2}, data=CUT),
+]
+SHARDS = {**PIPELINE, "shard": "fsdp"}
+LONG += [  # stages of an encoder whose ranks need each other
+    Case("4+1", {"encoder": SHARDS}, clip=0.2, data=CUT),
+    Case("4+2", {"encoder": {**SHARDS, "recompute": "full"}, "backbone": PIPELINE}, "32-true", ONE_KEPT, data=CUT),
+    Case("4+2", {"encoder": SHARDS, "backbone": {"shard": "fsdp"}}, freeze=True),
+    Case("4+3", {"encoder": SHARDS, "backbone": {**SPLIT, "pipeline": 3}}, strategy=ONE_KEPT, data=CUT),
+    Case("colocated 4", {"encoder": SHARDS}, "32-true", {"encoder_activations": 0}, clip=0.2, data=CUT),
+    Case("colocated 4", {"encoder": SHARDS, "backbone": SHARDS}, strategy=ONE_KEPT, clip=0.2, data=CUT),
+    Case("colocated 4", {"encoder": SHARDS, "backbone": {"pipeline": 4}}, strategy={"encoder_activations": 2}),
+    Case("colocated 4", {"encoder": {"shard": "fsdp"}, "backbone": PIPELINE}, clip=0.2, data=CUT),
+    Case("colocated 4", {"encoder": PIPELINE, "backbone": {"shard": "fsdp"}}, "32-true", data=CUT),
+    Case("colocated 8", {"encoder": {**SHARDS, "replicas": 2}, "backbone": {"pipeline": 4}}, clip=0.2, data=CUT),
+    Case("4+1", {"encoder": TENSOR}, clip=0.2, kind="divided tower", data=CUT),
+    Case("4+2", {"encoder": TENSOR, "backbone": {"context": 2}}, "32-true", ONE_KEPT, kind="divided tower"),
+    Case("colocated 4", {"encoder": TENSOR, "backbone": TENSOR}, strategy=ONE_KEPT, kind="divided tower", data=CUT),
+    Case("colocated 4", {"encoder": TENSOR, "backbone": SHARDS}, "32-true", clip=0.2, kind="divided tower"),
+    Case("colocated 8", {"encoder": {**TENSOR, "shard": "fsdp"}}, clip=0.2, kind="divided tower", data=CUT),
 ]
 CASES = [pytest.param(case, id=str(case)) for case in QUICK] + [
     pytest.param(case, id=str(case), marks=pytest.mark.full) for case in LONG

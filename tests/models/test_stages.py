@@ -17,7 +17,7 @@ from tests.models.test_layouts import assert_equal
 
 pytest.importorskip("transformers")
 
-STAGES, OF_TWO_RANKS, BOTH = "1+2", "1+4", "colocated 2"
+STAGES, OF_TWO_RANKS, BOTH, BOTH_IN_SHARDS = "1+2", "1+4", "colocated 2", "colocated 4"
 SAVED = 2
 """Steps before the checkpoint from which runs go on."""
 
@@ -37,6 +37,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             arguments["roles"] = {"backbone": {"pipeline": 2, **({degree: 2} if degree else {})}}
         if layout == BOTH:
             arguments["roles"]["encoder"] = {"pipeline": 2}
+        if layout == BOTH_IN_SHARDS:
+            arguments["roles"] = {role: {"pipeline": 2, "shard": "fsdp"} for role in ("encoder", "backbone")}
         if resumes:
             arguments["resumes"] = str(trained(family, resumes, degree=degree) / "middle.ckpt")
         return (
@@ -97,7 +99,9 @@ def test_so_does_one_that_computes_its_layers_again(trained, family, settings):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "degree"), [(STAGES, ""), (OF_TWO_RANKS, "tensor"), (BOTH, "")])
+@pytest.mark.parametrize(
+    ("layout", "degree"), [(STAGES, ""), (OF_TWO_RANKS, "tensor"), (BOTH, ""), (BOTH_IN_SHARDS, "")]
+)
 def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained, layout, degree):
     runs = (trained("qwen2_vl, tied", layout, after, degree=degree) for after in ("", layout))
     whole, resumed = map(read_run, runs)
@@ -113,6 +117,8 @@ def test_a_run_in_stages_goes_on_from_its_checkpoint_with_the_same_bits(trained,
         ("colocated 1", OF_TWO_RANKS, "tensor"),
         ("colocated 1", BOTH, ""),
         (BOTH, STAGES, ""),
+        (BOTH, BOTH_IN_SHARDS, ""),
+        (BOTH_IN_SHARDS, "auto", ""),
     ],
 )
 def test_checkpoints_pass_between_stages_and_one_rank(trained, layout, after, degree):

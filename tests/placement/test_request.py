@@ -122,21 +122,37 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
     ("allocation", "words"),
     [
         (
-            planned("separate", encoder=Layout(2, pipeline=2, shard="fsdp"), backbone=1),
-            "data 2, pipeline 2, fsdp, but the stages of a role that encodes hold whole copies",
+            planned("separate", encoder=Layout(1, pipeline=2, virtual=2), backbone=1),
+            "virtual 2, replicate, but the stages of a role that encodes have one run of its layers each",
+        ),
+        (
+            planned("separate", encoder=Layout(1, pipeline=2, schedule="zb-h1"), backbone=1),
+            "zb-h1, replicate, but the stages of a role that encodes have one run of its layers each, and work in the",
+        ),
+        (
+            planned("separate", encoder=Layout(1, pipeline=2, context=2), backbone=1),
+            "the encoder context 2, but only the backbone has sequences to share",
+        ),
+        (
+            planned("separate", encoder=Layout(2, pipeline=2, expert=2), backbone=1),
+            "expert 2, replicate, but in a pipeline the ranks of a stage hold whole copies",
         ),
         (mixed(Layout(2, pipeline=2), 2), "but in the placement mixed each rank encodes by itself"),
         (
-            replace(mixed(Layout(1, pipeline=2), Layout(2, shard="fsdp")), placement="colocated"),
-            "pipeline 2, replicate, but the backbone on the same ranks has data 2, fsdp, whose ranks wait",
+            replace(mixed(Layout(2, shard="fsdp"), Layout(1, pipeline=2, schedule="zb-h1")), placement="colocated"),
+            "the encoder on the same ranks has data 2, fsdp, whose ranks wait for each other in the placement",
+        ),
+        (
+            replace(mixed(Layout(1, pipeline=2), Layout(2, expert=2)), placement="colocated"),
+            "pipeline 2, replicate, but the backbone on the same ranks has data 2, expert 2, replicate, whose ranks",
         ),
         (
             planned("separate", encoder=1, backbone=Layout(2, pipeline=2, expert=2)),
             "data 2, pipeline 2, expert 2, replicate, but in a pipeline the ranks of a stage hold whole copies",
         ),
         (
-            replace(mixed(Layout(2, shard="fsdp"), Layout(1, pipeline=2)), placement="colocated"),
-            "the encoder on the same ranks has data 2, fsdp, whose ranks wait for each other",
+            mixed(Layout(1, tensor=2), Layout(1, pipeline=2)),
+            "the encoder on the same ranks has data 1, tensor 2, replicate, whose ranks wait for each other",
         ),
         (planned("separate", encoder=Layout(1, context=2), backbone=1), "the encoder context 2, but only the backbone"),
         (planned("separate", encoder=1, backbone=Layout(2, shard="zero2")), "the backbone the layout data 2, zero2"),
@@ -161,11 +177,15 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers(tmp_path):
         ),
     ],
     ids=[
-        "stages of an encoder in shards",
+        "stages of an encoder in several runs",
+        "stages of an encoder that split backwards",
+        "stages of an encoder that share sequences",
+        "stages of an encoder that divide experts",
         "stages of an encoder on ranks of two kinds",
-        "stages of an encoder beside shards",
+        "stages that split backwards beside an encoder in shards",
+        "stages of an encoder beside experts",
         "stages that divide experts",
-        "stages beside an encoder in shards",
+        "stages beside an encoder whose tensor ranks are of two kinds",
         "context of the encoder",
         "ZeRO of any system",
         "blocks computed again by ZeRO-3",
@@ -355,8 +375,22 @@ def test_roles_that_are_not_the_halves_of_the_module_are_refused(allocation, hal
         replace(mixed(4, Layout(2, pipeline=2)), placement="colocated"),
         replace(mixed(Layout(2, pipeline=2), Layout(1, pipeline=4)), placement="colocated"),
         planned("separate", encoder=Layout(1, pipeline=2), backbone=Layout(2, pipeline=2, shard="fsdp")),
+        planned("separate", encoder=Layout(2, 2, pipeline=2, shard="fsdp"), backbone=1),
+        replace(mixed(Layout(2, pipeline=2, shard="fsdp"), Layout(1, pipeline=4)), placement="colocated"),
+        replace(mixed(Layout(1, pipeline=2), Layout(2, shard="fsdp")), placement="colocated"),
+        replace(mixed(Layout(2, shard="fsdp"), Layout(1, pipeline=2)), placement="colocated"),
     ],
-    ids=["whole copies", "shards", "colocated", "both", "both, apart"],
+    ids=[
+        "whole copies",
+        "shards",
+        "colocated",
+        "both",
+        "both, apart",
+        "an encoder in shards",
+        "both, in shards",
+        "an encoder's beside shards",
+        "beside an encoder in shards",
+    ],
 )
 def test_roles_in_stages_run(allocation):
     assert why_it_cannot_run(allocation) is None

@@ -50,7 +50,7 @@ class Interleaving:
         self._chance = random.Random(seed)
         self._turn: list[threading.Event] = [threading.Event() for _ in range(ranks)]
         self._asleep = [False] * ranks
-        self._gathering: list[str | None] = [None] * ranks
+        self._gathering: list[tuple[tuple[int, ...], str] | None] = [None] * ranks  # with whom, and for what
         self._ended = [False] * ranks
         self._over = threading.Event()
         self.inbox: list[deque[Callable[[], None]]] = [deque() for _ in range(ranks)]
@@ -86,8 +86,10 @@ class Interleaving:
 
     def gather(self, rank: int, ranks: Sequence[int], what: str) -> None:
         """A collective: goes on when all ``ranks`` have come, and raises where they come for other things."""
-        self._gathering[rank] = what
-        others = [self._gathering[other] for other in ranks if self._gathering[other] is not None]
+        group = tuple(ranks)
+        self._gathering[rank] = group, what
+        here = (self._gathering[other] for other in group)
+        others = [each[1] for each in here if each is not None and each[0] == group]
         assert set(others) == {what}, f"rank {rank} runs {what!r} while others run {others}"
         if len(others) == len(ranks):
             for other in ranks:

@@ -60,7 +60,8 @@ class StageCompute(NumbersCompute):
         else:
             self.read([hidden])
             made = (hidden * self.encoder.weight).sin()
-        return (made.unflatten(0, (-1, PATCHES_PER_ROW)).sum(1) if stage == stages - 1 else made,)
+        rows = len(made) // PATCHES_PER_ROW  # none of padding, whose media have no grid here
+        return (made.view(rows, PATCHES_PER_ROW, made.shape[1]).sum(1) if stage == stages - 1 else made,)
 
     def microbatch_and_rows(
         self,
@@ -161,6 +162,7 @@ class StagedStep:
         pipeline: how many stages there are, and how they work.
         encoder_stages: those of the encoder.
         sharing: the ranks of a stage share weights: each forward and backward is a collective of them.
+        encoder_sharing: so do those of a stage of the encoder.
         searched: one order of all works is searched, from costs of which this is the seed.
         room_for: so many of the longest batch has each rank room for activations; the encoder's are moved.
 
@@ -181,6 +183,7 @@ class StagedStep:
         seed: int,
         spare_bytes: int = 0,
         sharing: bool = False,
+        encoder_sharing: bool = False,
         searched: int | None = None,
         encoder_stages: int = 1,
         room_for: float | None = None,
@@ -189,8 +192,9 @@ class StagedStep:
         trunk, encoding = range(stages * backbones), encoders * encoder_stages
         encoder_ranks = [*range(encoding)] if colocated else [*range(len(trunk), len(trunk) + encoding)]
         pairs = {"encoder": tuple((rank % encoders, rank % backbones) for rank in trunk)} if colocated else {}
-        meets = {"backbone": meeting_of(backbones)} if sharing else {}
         counts = {"encoder": encoders, "backbone": backbones}
+        shares = {"encoder": encoder_sharing, "backbone": sharing}
+        meets = {role: meeting_of(counts[role]) for role, shared in shares.items() if shared}
         of_both = {"encoder": StageSchedule(encoder_stages), "backbone": pipeline}
         pipelines = {role: each for role, each in of_both.items() if each.stages > 1}
         members = StepMembers(counts, plan.graph, colocated=pairs, meets=meets, pipelines=pipelines)
@@ -221,9 +225,9 @@ class StagedStep:
             stage, of_encoder = here.get("backbone", 0), (here.get("encoder", 0), encoder_stages)
             compute = StageCompute(specs=SPECS, stage=stage, pipeline=pipeline, of_encoder=of_encoder)
             compute.chunks = [compute.backbone, *(Numbers() for _ in range(pipeline.chunks - 1))]
-            if sharing and rank in trunk:
-                peers = [stage * backbones + member for member in range(backbones)]
-                compute.gather = partial(_meet, interleaving, rank, peers)
+            stage_of = {"backbone": (here.get("backbone", 0), [*trunk]), "encoder": (of_encoder[0], encoder_ranks)}
+            peers = {role: ranks[s * counts[role] :][: counts[role]] for role, (s, ranks) in stage_of.items()}
+            compute.gather = partial(_meet, interleaving, rank, {role: peers[role] for role in own if role in meets})
             batch = with_tokens(batch_of(plan, shard))
             training = [*(["encoder"] if trains else []), "backbone"]
             step = Step(batch, make_program(plan, shard, kept_batches, row_bytes), "train", 0, training)
@@ -269,10 +273,10 @@ def _first_ranks(ranks_of: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str,
     return {name: tuple(ranks[0] for ranks in of_name) for name, of_name in ranks_of.items()}
 
 
-def _meet(interleaving: Interleaving, rank: int, peers: Sequence[int], role: str, what: str) -> None:
-    """Ranks of a stage come to one pass of the backbone together."""
-    if role == "backbone":
-        interleaving.gather(rank, peers, what)
+def _meet(interleaving: Interleaving, rank: int, peers: Mapping[str, Sequence[int]], role: str, what: str) -> None:
+    """Ranks of a stage come to one pass of a role together, if they share weights."""
+    if role in peers:
+        interleaving.gather(rank, peers[role], f"{role} {what}")
 
 
 def _tokens(sizes: SampleSizes, samples: Sequence[int]) -> int:

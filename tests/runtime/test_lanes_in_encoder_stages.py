@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from flowtrain_lightning.packing import SampleSizes
 from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_planner import plan_step
-from tests.packing.sizes import TOKEN_BUDGET, make_sizes, sharing_strategy, sizes_strategy
+from tests.packing.sizes import TOKEN_BUDGET, make_sizes, meeting_of, sharing_strategy, sizes_strategy
 from tests.runtime.staged import StagedStep, direct_gradients
 from tests.runtime.test_lanes_in_stages import BUDGETS, EVENTS, KEPT, RANKS
 
@@ -21,11 +23,13 @@ GIVEN = st.fixed_dictionaries(
         "encoders": RANKS,
         "backbones": RANKS,
         "stages": st.integers(1, 3),
-        "encoder_stages": st.integers(2, 3),
+        "encoder_stages": st.integers(1, 3),
         "budget": BUDGETS,
         "colocated": st.booleans(),
         "kept": KEPT,
         "trains": st.booleans(),
+        "sharing": st.booleans(),
+        "encoder_sharing": st.booleans(),
         "costs": st.none() | EVENTS,
         "events": EVENTS,
     }
@@ -43,16 +47,23 @@ def check(
     colocated: bool = True,
     kept: int = 1,
     trains: bool = True,
+    sharing: bool = False,
+    encoder_sharing: bool = False,
     costs: int | None = None,
     events: int = 0,
 ) -> StagedStep:
     """Runs a step in the fewest bytes that cannot block, and compares its gradients with those of one go."""
+    backbones *= encoder_stages if colocated and encoder_sharing else 1  # else some ranks would only encode
     encoders = -(-stages * backbones // encoder_stages) if colocated else encoders
+    costs = None if sharing or encoder_sharing else costs  # an order is searched where no rank needs another one
     both = {"backbone": StageSchedule(stages), "encoder": StageSchedule(encoder_stages)}
     pipelines = {role: pipeline for role, pipeline in both.items() if pipeline.stages > 1}
-    members = StepMembers({"encoder": encoders, "backbone": backbones}, pipelines=pipelines)
+    counts, shares = {"encoder": encoders, "backbone": backbones}, {"encoder": encoder_sharing, "backbone": sharing}
+    meets = {role: meeting_of(counts[role]) for role, shared in shares.items() if shared}
+    members = StepMembers(counts, meets=meets, pipelines=pipelines)
     plan = plan_step(sizes, np.arange(len(sizes)), members, token_budget=TOKEN_BUDGET, encoder_budget=budget)
-    how = {"colocated": colocated, "kept_batches": kept, "trains": trains, "searched": costs, "seed": events}
+    how: dict[str, Any] = {"sharing": sharing, "encoder_sharing": encoder_sharing}
+    how |= {"colocated": colocated, "kept_batches": kept, "trains": trains, "searched": costs, "seed": events}
     step = StagedStep(plan, both["backbone"], encoder_stages=encoder_stages, **how)
     expected = direct_gradients(plan, stages, encoder_stages)
     expected[:encoder_stages] = [each if trains else 0 * each for each in expected[:encoder_stages]]
