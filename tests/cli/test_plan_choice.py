@@ -78,7 +78,7 @@ def test_stages_of_an_encoder_are_recommended_where_they_gain_a_tenth_and_they_r
     assert chosen.seconds * (1 + ModelledCosts.margin) < min(others)
 
 
-@pytest.mark.parametrize("given", [(8, 8, 64), (4, 1, 64)], ids=["fast links", "many samples"])
+@pytest.mark.parametrize("given", [(8, 8, 64), pytest.param((4, 1, 64), marks=pytest.mark.full)])
 def test_they_are_not_where_links_are_fast_or_samples_many(given):
     asked = question("qwen2.5-vl-7b", *given)
     staged = [plan for plan in asked.running if plan.chosen["encoder"].layout.pipeline > 1]
