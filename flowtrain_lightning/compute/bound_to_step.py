@@ -11,7 +11,7 @@ from flowtrain_lightning.data.features.written_code import names_from
 _OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 """Hooks that may change a batch, which Lightning calls when its step begins."""
 
-_OF_STEPS = ("global_step", "current_epoch", "trainer")
+_OF_STEPS = ("global_step", "current_epoch", "fit_loop")
 """Names through which code reads what differs from step to step."""
 
 
