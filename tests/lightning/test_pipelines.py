@@ -27,7 +27,8 @@ def all_loops(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) ->
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, records)
     found["refit"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    answers = [tuple(answer) for batch in trainer.predict(module, records) for answers in batch for answer in answers]
+    batches = trainer.predict(module, records)  # which are packed by layout
+    answers = sorted(tuple(answer) for batch in batches for answers in batch for answer in answers)
     write_down(folder, {**found, "labels": trainer.strategy.job.labels, "answers": answers})
     disconnect_groups()
 
