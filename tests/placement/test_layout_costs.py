@@ -56,8 +56,8 @@ def planned(allocation, frozen=(), each=EACH):
     workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, *budgets)
     module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
     problems = role_problems(module, workload, Cluster(device, 8, 8))
-    predicted = given_plan(problems, allocation)
-    return predicted, simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4).step_seconds
+    simulated = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4).step_seconds
+    return given_plan(problems, allocation), simulated
 
 
 FSDP, HSDP = Layout(8, shard="fsdp"), Layout(8, shard="fsdp", replicas=2)
