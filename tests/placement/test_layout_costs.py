@@ -13,13 +13,12 @@ from flowtrain_lightning.allocator import (
     AllocationError,
     Cluster,
     Layout,
-    PlanningError,
     Workload,
     named_model,
     role_problems,
 )
 from flowtrain_lightning.allocator.modelled_plan import given_plan
-from flowtrain_lightning.packing import SampleSizes
+from flowtrain_lightning.packing import PackingError, SampleSizes
 from flowtrain_lightning.placement.layout_costs import ModelledLayoutCosts
 from flowtrain_lightning.placement.simulation import plan_on, simulate
 
@@ -116,5 +115,5 @@ def test_within_a_limit_of_activations_a_step_is_longer_and_memory_is_less():
     assert 1.02 * seconds < longer < 4 / 3 * seconds
     assert less.peak_bytes < all_kept.peak_bytes
     assert less.allocation(8) == replace(free, activation_bytes=12e9, recompute=dict.fromkeys(free.layouts, "none"))
-    with pytest.raises(PlanningError, match="activation_bytes is 1 GB: one batch alone finds no room"):
+    with pytest.raises(PackingError, match="activation_bytes is 1,000,000,000: one batch alone finds no room"):
         planned(replace(free, activation_bytes=1e9))

@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from flowtrain_lightning.packing.searched.chain_graph import ChainGraph
-from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArray
+from flowtrain_lightning.packing.step_plan import BoolArray, FloatArray, IntArray, PackingError
 
 _GAP = 0.02
 """Within which an answer is good enough: the last percents take most of the time."""
@@ -80,11 +80,11 @@ def given_up(graph: ChainGraph, order: IntArray, room: FloatArray, always: BoolA
         limits: ``[ranks]`` what each rank may hold.
 
     Raises:
-        ValueError: one work alone holds more than its rank may.
+        PackingError: one work alone holds more than its rank may.
     """
     pairs = np.flatnonzero(room > 0)
     if (room > limits[graph.ranks] * (1 + 1e-9)).any():
-        raise ValueError(
+        raise PackingError(
             f"A batch keeps {room.max():,.0f} bytes for its backward, but activation_bytes is {limits.min():,.0f}: one "
             "batch alone finds no room. Raise it, or set a smaller token_budget or encoder_budget."
         )

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.packing.searched.memory_choice import MemoryChoices, chosen_memory, given_up, with_choices
 from flowtrain_lightning.packing.searched.searched_order import Limits, greedy_order
 from tests.packing.searched.random_graphs import most_kept, random_graph
@@ -123,5 +124,5 @@ def test_of_what_is_given_up_anyway_nothing_is_kept_and_others_have_its_room():
 def test_a_batch_that_alone_exceeds_the_limit_is_an_error():
     graph, order, room = step_of(7)
     limits = limits_between(graph, order, room, 0.0) * 0.9
-    with pytest.raises(ValueError, match="one batch alone finds no room"):
+    with pytest.raises(PackingError, match="one batch alone finds no room"):
         given_up(graph, order, room, np.zeros(len(graph), dtype=bool), limits)
