@@ -100,9 +100,9 @@ class PlanReport:
             gain = 100 * (plan.seconds / faster.seconds - 1)
             lines.append(f"Training does not run yet what is predicted to be {gain:.0f} % faster: {_in_words(faster)}.")
         if plan.devices < (devices := self.problems.cluster.devices):
-            above = f"{100 * choice.margin:.0f} % faster"
             lines.append(
-                f"It takes {plan.devices:,} of the {devices:,} devices: no plan of more is predicted to be {above}."
+                f"It takes {plan.devices:,} of the {devices:,} devices: on more, no plan that training runs is "
+                f"predicted to be {100 * choice.margin:.0f} % faster."
             )
         if (small := batch_warning(self.problems)) is not None:
             lines.append(small)
