@@ -21,7 +21,7 @@ from flowtrain_lightning.packing.encoder_batches import (
 from flowtrain_lightning.packing.microbatches import as_microbatches, pack_microbatches
 from flowtrain_lightning.packing.order import media_order, order_step
 from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
-from flowtrain_lightning.packing.shared_media import costs_once, encoded_as, side_by_side
+from flowtrain_lightning.packing.shared_media import costs_once, divided_by_readers, encoded_as, side_by_side
 from flowtrain_lightning.packing.stage_microbatches import cheap_ends, pack_for_stages
 from flowtrain_lightning.packing.step_members import StepMembers
 from flowtrain_lightning.packing.step_plan import (
@@ -100,14 +100,20 @@ def plan_step(
         once = costs_once(sizes.alike, of_encoded)
         microbatches = _ordered(microbatches, sizes, encoding, token_budget, cost, once, sync_every)
     reader, position = StepPlan(samples, sizes, {trunk: microbatches}, graph).readers
-    shared = encoded_as(sizes.alike, reader, position, local=members.local)
+    most_kept = float(encoder_budget * (1 if members.local else sum(members.counts[role] for role in graph.producers)))
+    shared = encoded_as(sizes.alike, reader, position, sizes.media_patches, local=members.local, most_kept=most_kept)
     read = StepPlan(samples, sizes, {trunk: microbatches}, graph, shared)
     batches = _local(read, members) if members.local else _dealt(of_encoded, read, members, cost, sync_every)
     batches |= batches_behind(of_all, read, members)
     if members.local:  # features come in the order of the samples there, however many batches they are of
         microbatches = _by_source(microbatches, batches, sizes, shared)
         batches = {role: divided_by_modality(own, sizes) for role, own in batches.items()}
-    batches = {role: within_budget(own, sizes.media_patches, encoder_budget) for role, own in batches.items()}
+    batches = {
+        role: within_budget(
+            divided_by_readers(own, read) if role in graph.producers else own, sizes.media_patches, encoder_budget
+        )
+        for role, own in batches.items()
+    }
     if not members.local:
         microbatches = _by_source(microbatches, batches, sizes, shared)
     plan = StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flowtrain_lightning.packing import SampleSizes, StepPlan
 from flowtrain_lightning.packing.shared_media import encoded_parts
 from flowtrain_lightning.packing.step_work import in_two_passes, step_work
-from tests.packing.sizes import BUDGETS, RANKS, plan_of, shared_sizes, sharing_strategy
+from tests.packing.sizes import BUDGETS, RANKS, TOKEN_BUDGET, plan_of, shared_sizes, sharing_strategy
 
 
 def encoded(plan: StepPlan) -> list[int]:
@@ -39,6 +39,31 @@ def test_every_media_item_is_read_from_one_that_is_the_same_and_comes_no_later(
     for of_rank, until in zip(plan.turns["encoder"], plan.read_until["encoder"], strict=True):
         assert list(of_rank) == sorted(of_rank) or local
         assert all(turn[0] <= last for turn, last in zip(of_rank, until, strict=True))
+
+
+@settings(max_examples=40)
+@given(sharing_strategy(60), BUDGETS, RANKS, st.booleans())
+def test_what_later_microbatches_read_lies_apart_and_fits_in_an_encoder_batch(
+    sizes: SampleSizes, budget: int, ranks: int, local: bool
+) -> None:
+    plan = plan_of(sizes, ranks, ranks, encoder_budget=budget, local=local)
+    rank, position = plan.readers
+    until = np.array([max([reader.number for reader in readers], default=-1) for readers in plan.media_readers])
+    for own in [rank == each for each in range(ranks)] if local else [np.ones(len(rank), dtype=bool)]:
+        for moment in range(len(plan.microbatches[0])):
+            kept = own & (position <= moment) & (moment < until)
+            assert sizes.media_patches[kept].sum() <= budget * (1 if local else ranks)
+    for batch in (batch for of_rank in plan.batches["encoder"] for batch in of_rank):
+        assert len({*(until[batch] > position[batch]).tolist()}) <= 1
+
+
+def test_two_of_many_samples_share_a_picture_if_one_microbatch_has_both() -> None:
+    others = [(10, [2 + number]) for number in range(22)]
+    half = TOKEN_BUDGET // 2 + 1  # no microbatch has room for both
+    sizes = shared_sizes([(half, [1]), *others, (half, [1])], [1, *[8] * 23])
+    assert len(encoded(plan_of(sizes, 1, 1))) == 24
+    near = shared_sizes([(10, [1, 1]), *others], [1, *[8] * 23])
+    assert len(encoded(plan_of(near, 1, 1))) == 23
 
 
 def test_five_questions_on_a_picture_cost_the_encoder_one_picture() -> None:
