@@ -18,9 +18,6 @@ TIE = 0.005
 _FEW = 256
 """Candidates of all roles together that the solver takes as they are."""
 
-_STRIDE = 16
-"""Of more, every so many-th candidate makes the first solution, which narrows the others."""
-
 
 class SolverError(RuntimeError):
     """The solver stopped without an answer."""
@@ -55,17 +52,29 @@ def match_throughputs(tables: Mapping[str, CandidateTable], devices: int) -> dic
 
 
 def _narrowed(tables: list[CandidateTable], devices: int) -> list[CandidateTable]:
-    """The tables without what can be no part of a best choice, as a solution among a few candidates shows.
+    """The tables without what can be no part of a best choice.
 
-    What is slower than that solution is not needed, nor what then leaves too few devices for the other roles.
+    What is slower than all roles can be together is not needed, nor what then leaves too few devices for the others.
+    With more devices a candidate is faster, so halving finds the least seconds for which the devices are enough.
     """
     if sum(map(len, tables)) <= _FEW:
         return tables
-    few = [table.select(np.unique(np.append(np.arange(0, len(table), _STRIDE), 0))) for table in tables]
-    slowest = _fastest_of_the_slowest(few, devices)
-    tables = [table.select(table.seconds <= slowest * (1 + 1e-9)) for table in tables]
+    steps = np.unique(np.concatenate([table.seconds for table in tables]))
+    low, high = 0, len(steps) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if sum(_devices_within(table, float(steps[middle])) for table in tables) <= devices:
+            high = middle
+        else:
+            low = middle + 1
+    tables = [table.select(table.seconds <= steps[high] * (1 + 1e-9)) for table in tables]
     least = sum(float(table.devices[0]) for table in tables)
     return [table.select(table.devices <= devices - least + table.devices[0]) for table in tables]
+
+
+def _devices_within(table: CandidateTable, seconds: float) -> float:
+    """The fewest devices on which a role takes no longer; inf where it always does."""
+    return float(table.devices.min(initial=np.inf, where=table.seconds <= seconds))
 
 
 def _fastest_of_the_slowest(tables: list[CandidateTable], devices: int) -> float:

@@ -69,6 +69,10 @@ def _smaller(layout: Layout, share: float) -> Layout:
 def _with_layouts(allocation: Allocation, layouts: Mapping[str, Layout]) -> Allocation:
     """The allocation with smaller layouts, the backbone's ranks first."""
     backbone = tuple(range(layouts[BACKBONE].ranks))
-    first = len(backbone) if allocation.placement == "separate" else 0
-    ranks = {role: tuple(range(first, first + layout.ranks)) for role, layout in layouts.items()}
-    return replace(allocation, layouts=layouts, ranks={**ranks, BACKBONE: backbone})
+    ranks, first = {BACKBONE: backbone}, len(backbone)
+    for role in (role for role in layouts if role != BACKBONE):
+        if allocation.placement == "separate":
+            ranks[role] = tuple(range(first, first := first + layouts[role].ranks))
+        else:
+            ranks[role] = tuple(range(layouts[role].ranks))
+    return replace(allocation, layouts=layouts, ranks=ranks)

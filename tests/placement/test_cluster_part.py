@@ -47,6 +47,13 @@ def test_a_share_that_divides_all_degrees_is_taken_before_one_that_rounds():
     assert part.layouts["backbone"].replicas == 64 / share
 
 
+def test_several_separate_roles_have_ranks_of_their_own():
+    layouts = {"encoder": Layout(1088), "backbone": Layout(3072, tensor=4), "generator": Layout(3008)}
+    part, share = part_of(Allocation("separate", layouts, assign_ranks(layouts, "backbone", 8)), MOST)
+    assert part.size == sum(map(len, part.ranks.values())) <= MOST
+    assert part.layouts["backbone"].data * share == pytest.approx(3072, rel=0.1)
+
+
 def test_colocated_roles_keep_the_same_ranks():
     part, share = part_of(colocated(Layout(8 * 509), Layout(4 * 509, tensor=2)), MOST)
     assert part.ranks["encoder"] == part.ranks["backbone"]
