@@ -48,7 +48,7 @@ from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 MODEL, DEVICE = "qwen3-vl-30b-a3b", "h100"
 DIVIDED, WHOLE = "divided", "whole"
 CONTENDERS = {DIVIDED: SearchSpace(), WHOLE: SearchSpace(expert=(1,))}
-"""The plans that are compared: the recommended one, and the best in which no ranks share experts."""
+"""The plans that are compared: the recommended one, and the best without an expert degree."""
 
 _NAME = "divided-experts"
 _PATCH_BUDGET = 16384

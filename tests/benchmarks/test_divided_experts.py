@@ -25,8 +25,8 @@ def test_a_gain_is_told_planned_and_measured():
 def test_the_recommended_plan_divides_experts_and_the_other_does_not(tmp_path):
     cell = ExpertCell(8, 1.0)
     plans = plans_of(*cell.question(cell.records(tmp_path)))
-    ranks = {name: plan.chosen[BACKBONE].layout.expert_ranks for name, plan in plans.items()}
-    assert (ranks[DIVIDED] > 1, ranks[WHOLE]) == (True, 1)
+    degrees = {name: plan.chosen[BACKBONE].layout.expert for name, plan in plans.items()}
+    assert (degrees[DIVIDED] > 1, degrees[WHOLE]) == (True, 1)
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import pytest
 
 from flowtrain_lightning.cli import main
 from tests.cli.test_profile_command import CONFIG
+from tests.paths import python_path
 from tests.tiny import write_records
 
 
@@ -14,6 +15,7 @@ def index(monkeypatch, tmp_path, capsys):
     """Indexes in a folder of its own; answers with what was printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", python_path())  # where workers of Ray find the module of the configuration
     write_records(tmp_path, 12)
     (tmp_path / "config.yaml").write_text(CONFIG)
 
