@@ -28,6 +28,7 @@ def write_records(
     pictures: Mapping[int, float] | None = None,
     words: tuple[int, int] = (5, 200),
     row_pixels: int = IMAGES.patch_size * IMAGES.merge_size,
+    repeated: bool = True,
 ) -> None:
     """``train.jsonl``, its pictures, and ``pictures.json``: for each record number and rows of its pictures.
 
@@ -40,6 +41,7 @@ def write_records(
         pictures: how many a record has -> probability; by default a fifth has none, a fifth has two.
         words: of a text, at least and less than; a word is a token.
         row_pixels: along each side of what becomes one row of features.
+        repeated: records choose from all pictures, else each takes the next ones, which no other has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)
@@ -49,10 +51,11 @@ def write_records(
     for number, (height, width) in enumerate(pixels.tolist()):
         colour = (0, number >> 8, number & 255)
         Image.new("RGB", (width, height), colour).save(folder / f"{number}.png")
-    lines, written = [], []
+    lines, written, taken = [], [], 0
     for record in range(records):
         count = draw.choice(list(pictures), p=list(pictures.values()))
-        chosen = draw.integers(0, len(sides), count).tolist()
+        chosen = draw.integers(0, len(sides), count).tolist() if repeated else [*range(taken, taken + int(count))]
+        taken += int(count)
         text = " ".join(["a"] * int(draw.integers(*words)))
         images = [{"path": f"{n}.png", "h": int(pixels[n, 0]), "w": int(pixels[n, 1])} for n in chosen]
         messages = [

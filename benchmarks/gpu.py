@@ -24,19 +24,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from benchmarks import gpu_parts, gpu_variants
 from benchmarks.emulated_records import write_records
-from benchmarks.gpu_model import MODELS, TINY, images_for
+from benchmarks.gpu_model import MODELS, TINY, Layers, images_for
 from benchmarks.gpu_variants import VARIANTS, Run
 from benchmarks.launch import launch, machine
 from benchmarks.modules import ROOT, Work, training_records
 from benchmarks.pool_report import device_table, passing_table
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.allocator import ROLES
+
+LAYERS = {"compiled": "compiled", "liger": "with Liger's kernels"}
+"""How layers run, in words, where they do not as they are."""
 
 DEADLINE = 900.0
 """Seconds for one run."""
@@ -118,7 +121,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no run begins any more")
     parser.add_argument("--no-parts", action="store_true", help="variants alone, no kernels, pool and waits")
     parser.add_argument("--recompute", action="store_true", help="activations a second time, where memory is short")
-    parser.add_argument("--compile", action="store_true", help="the layers of all ways but the padded one")
+    parser.add_argument("--layers", choices=get_args(Layers), default="eager", help="of all ways but the padded one")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     options = parser.parse_args()
@@ -150,7 +153,7 @@ def measure(options: argparse.Namespace, temporary: Path) -> Findings:
 
     warmup = 1 if options.tiny else 3
     one = Run("", options.model, options.recompute, work, 1, warmup, options.steps, on_gpu, temporary, options.devices)
-    one = replace(one, compiled=options.compile)
+    one = replace(one, layers=options.layers)
     (told,) = run(gpu_variants.describe, "describe", one)
     if warmup + options.steps > told["steps"]:
         raise SystemExit(f"The data have {told['steps']} steps of {options.batch} samples; give fewer --steps.")
@@ -198,9 +201,10 @@ def records_for(options: argparse.Namespace, temporary: Path) -> Path:
     given = training_records()
     if options.tiny or "mini_vl" in given.parts:
         return given
-    sides = np.random.default_rng(0).integers(8, 25, (256, 2))  # 224 to 672 pixels
     count = options.batch * (options.steps + 8)
-    write_records(temporary / "records", count, sides=sides, words=(5, 400), row_pixels=28)
+    sides = np.random.default_rng(0).integers(8, 25, (2 * count, 2))  # 224 to 672 pixels, of at most two a record
+    # Pictures that several samples have are encoded once, but by the plain loop.
+    write_records(temporary / "records", count, sides=sides, words=(5, 400), row_pixels=28, repeated=False)
     return temporary / "records/train.jsonl"
 
 
@@ -231,12 +235,12 @@ def figures(told: dict[str, Any], ranks: list[dict[str, Any]], devices: int) -> 
 def describe(options: argparse.Namespace, told: dict[str, Any]) -> str:
     """What was trained on what, in two sentences."""
     recompute = "computed again in the backward" if options.recompute else "kept"
-    compiled = "; layers compiled, but for padded batches" if options.compile else ""
+    layers = "" if options.layers == "eager" else f"; layers {LAYERS[options.layers]}, but for padded batches"
     return (
         f"{options.model} on {told['device']}{'' if told['cuda'] is None else ', CUDA ' + told['cuda']}; "
         f"{options.steps} steps of {options.batch} samples, {told['tokens'] / options.steps:.0f} tokens and "
         f"{told['flops'] / options.steps / 1e12:.3g} TFLOP each; microbatches of {options.budget} tokens, padded "
-        f"batches of {told['padded_samples']} samples; activations {recompute}{compiled}. Packed attention by "
+        f"batches of {told['padded_samples']} samples; activations {recompute}{layers}. Packed attention by "
         f"{told['attention']}. Medians of {options.rounds} rounds."
     )
 

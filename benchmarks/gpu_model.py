@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.modules import TOKENIZER
 from flowtrain_lightning.allocator.public_models import CONFIGS
@@ -11,6 +11,10 @@ from flowtrain_lightning.data.records.tokenization import open_tokenizer
 from flowtrain_lightning.models import QwenVLM
 
 TINY = "tiny"
+
+Layers = Literal["eager", "compiled", "liger"]
+"""How PyTorch runs them: as they are, compiled, or with Liger's kernels."""
+
 MODELS = (TINY, *(name for name, config in CONFIGS.items() if config["model_type"] in ("qwen2_vl", "qwen2_5_vl")))
 
 _SPECIAL = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
@@ -39,9 +43,14 @@ def config_of(name: str) -> dict[str, Any]:
     return {**_TINY, "text_config": {**_TINY["text_config"], **vocabulary}, **ids}
 
 
-def packed_model(name: str, recompute: bool, compiled: bool = False) -> QwenVLM:
+def packed_model(name: str, recompute: bool, layers: Layers = "eager") -> QwenVLM:
     """The FlowModule of the packed variants."""
-    return QwenVLM(config_of(name), recompute=recompute, compile="blocks" if compiled else "none")
+    return QwenVLM(
+        config_of(name),
+        recompute=recompute,
+        compile="blocks" if layers == "compiled" else "none",
+        kernels="liger" if layers == "liger" else "none",
+    )
 
 
 def images_for(name: str) -> ImageProcessor:

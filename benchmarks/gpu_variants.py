@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_model import config_of, packed_model
+from benchmarks.gpu_model import Layers, config_of, packed_model
 from benchmarks.modules import Work
 from benchmarks.padded_transformers import train_padded
 from flowtrain_lightning import FlowModule, FlowTrainStrategy
@@ -62,7 +62,7 @@ class Run:
         folder: where ``rank<r>.json`` are written.
         asked_devices: on how many it should train.
         shared: there is one GPU, so that separate roles share it.
-        compiled: PyTorch compiles the layers of all variants but the padded one.
+        layers: how PyTorch runs those of all variants but the padded one.
     """
 
     variant: str
@@ -76,7 +76,7 @@ class Run:
     folder: Path
     asked_devices: int = 1
     shared: bool = False
-    compiled: bool = False
+    layers: Layers = "eager"
 
     @property
     def ranks(self) -> int:
@@ -217,7 +217,7 @@ def _train_in_a_loop(run: Run, clock: StepClock, rank: int) -> None:
     if run.devices > 1:
         dist.init_process_group("nccl" if run.on_gpu else "gloo")
     move = partial(_moved, device=device, dtype=dtype)
-    module = packed_model(run.model, run.recompute, run.compiled)
+    module = packed_model(run.model, run.recompute, run.layers)
     torch.set_default_dtype(dtype)
     with device:
         module.configure_model()
@@ -292,7 +292,7 @@ def _train_by_lightning(run: Run) -> None:
         enable_model_summary=False,
         default_root_dir=run.folder,
     )
-    trainer.fit(packed_model(run.model, run.recompute, run.compiled), run.work.data())
+    trainer.fit(packed_model(run.model, run.recompute, run.layers), run.work.data())
 
 
 def describe(run: Run) -> None:

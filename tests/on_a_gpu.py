@@ -18,6 +18,7 @@ from tests.paths import ROOT, python_path
 Arguments = tuple[str, ...]
 
 _PYTEST = ("-m", "pytest", "-q")
+_BESIDE_EACH_OTHER = (*_PYTEST, "-n", "8", "--dist", "loadgroup")
 CALLS: dict[str, dict[str, Arguments]] = {
     "1": {
         "doctor": ("-c", "from flowtrain_lightning.cli import main; main()", "doctor"),
@@ -26,7 +27,15 @@ CALLS: dict[str, dict[str, Arguments]] = {
         "pool": (*_PYTEST, "tests/pool/device/test_cuda_ipc.py"),
     },
     "2": {
-        "training": (*_PYTEST, "tests/models/test_on_a_gpu.py"),
+        "training": (*_BESIDE_EACH_OTHER, "tests/models/test_on_a_gpu.py"),
+        "layouts": (
+            *_BESIDE_EACH_OTHER,
+            *(
+                f"tests/exactness/test_{kind}.py"
+                for kind in ("layouts", "stages", "searched_order", "drawing", "shared")
+            ),
+            *("-m", "not full", "-k", "not ddp"),  # plain DDP wants a card for each rank
+        ),
         "masks": (
             *_PYTEST,
             "tests/models/test_block_attention.py",
@@ -50,7 +59,7 @@ SECONDS = 590.0
 """Of one call."""
 
 # Who asks whether there is a GPU then makes no context of CUDA, which no fork of the process could use.
-_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1", "EXACTNESS_DEVICE": "cuda"}
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -10,6 +11,9 @@ import lightning as L
 import flowtrain_lightning as flow
 
 SEED = 7
+
+DEVICE = os.environ.get("EXACTNESS_DEVICE", "cpu")
+"""Where layouts train: with ``"cuda"`` all ranks share one GPU, as `tests.on_a_gpu` asks."""
 
 ALL = ("auto", "ddp 2", "colocated 1", "colocated 2", "1+1", "1+2", "2+1", "2+3", "mixed 1+2")
 """``"1+2"`` is one encoder rank and two backbone ranks; with ``"mixed 1+2"`` the backbone ranks encode too."""
@@ -30,6 +34,10 @@ def trainer_for(layout: str, *, strategy: dict[str, Any] | None = None, **settin
     """
     kind, _, _ = layout.partition(" ")
     strategy = dict(strategy or {})
+    if DEVICE == "cuda":
+        settings.setdefault("accelerator", DEVICE)
+        if settings["accelerator"] == DEVICE and kind not in ("auto", "ddp"):
+            strategy.setdefault("ranks_per_device", ranks_of(layout))
     if isinstance(strategy.get("pool"), dict):  # it came as JSON
         strategy["pool"] = flow.PoolSettings(**strategy["pool"])
     if "roles" in strategy:

@@ -16,7 +16,7 @@ from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch, PackedMedia, St
 from flowtrain_lightning.data.loading.collate import pack_media, pack_sequences
 from tests.exactness.compare import read_run
 from tests.exactness.data import STEPS, steps_data
-from tests.exactness.layouts import SEED
+from tests.exactness.layouts import DEVICE, SEED
 from tests.exactness.mixture import PlainBalance
 from tests.exactness.modules import KINDS
 from tests.exactness.train import Named, Recorder, gradients_of, weights_of
@@ -42,7 +42,9 @@ def train(
     torch.set_default_dtype({"64-true": torch.float64, "32-true": torch.float32}[precision])
     os.environ["PL_GLOBAL_SEED"] = str(SEED)
     model = KINDS[kind](**(module or {}))
-    model.configure_model()
+    with torch.device(DEVICE):  # where layouts draw their weights
+        model.configure_model()
+    model.cpu()
     configured = model.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     datamodule = steps_data(Path(data))

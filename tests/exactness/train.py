@@ -140,6 +140,7 @@ def train(
     kernel: str = "",
 ) -> None:
     """Trains ``STEPS`` steps, with ``settings`` of the data module, and writes ``rank<r>.pt`` into ``folder``."""
+    torch.backends.cudnn.allow_tf32 = False  # else convolutions on GPUs keep three digits
     recorder = Recorder()
     if layout.startswith("mixed"):  # more to encode than the ranks can that only encode
         much = {"encoder": {"linear": 4.0, "quadratic": 0.0, "constant": 0.0}}

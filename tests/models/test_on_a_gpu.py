@@ -15,29 +15,32 @@ from flowtrain_lightning.packing_check import CheckReport, report_of
 from tests.exactness.compare import Run, error, read_run
 from tests.exactness.data import write_steps
 from tests.exactness.layouts import ranks_of
+from tests.exactness.train import Named
 from tests.forks import Job, run_jobs
 from tests.packing_check.right_modules import RIGHT
 from tests.packing_check.wrong_modules import WRONG
 
 pytest.importorskip("transformers")
 from tests.compute.test_never_waiting import MODELS, family, quickstart, run_step
+from tests.models.without_a_class import WITHOUT_A_CLASS, family_of
 from tests.tiny import tiny_data, write_records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")  # asks no context of CUDA
 
 TARGET = "tests.models.training:train"
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
 
 
-def on_one_card(layout: str, pool: str) -> dict[str, Any]:
+def on_one_card(layout: str, pool: str, **more: Any) -> dict[str, Any]:
     """A layout whose ranks share a card, and pass features and gradients through one kind of memory."""
-    return {"layout": layout, "strategy": {"ranks_per_device": ranks_of(layout), "pool": {"tier": pool}}}
+    return {"layout": layout, "strategy": {"ranks_per_device": ranks_of(layout), "pool": {"tier": pool}}, **more}
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "colocated": {"layout": "colocated 1"},
     "separate, GPU memory": on_one_card("1+1", "device"),
     "separate, host memory": on_one_card("1+1", "host"),
+    "a backbone in two stages": on_one_card("1+2", "device", roles={"backbone": {"pipeline": 2}}),
 }
 
 
@@ -55,7 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
 def plain(request, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Run]]:
     """A family, and its run under plain Lightning in each precision."""
     folder = tmp_path_factory.mktemp("plain")
@@ -78,6 +81,26 @@ def test_a_layout_in_bfloat16_is_not_further_from_float32_than_plain_lightning(p
     exact = runs["32-true"].gradients[0]
     found = train(tmp_path, "run", data, family=name, precision="bf16-mixed", **LAYOUTS[layout])
     assert error(found.gradients[0], exact) <= 1.5 * error(runs["bf16-mixed"].gradients[0], exact)
+
+
+def without_key_biases(gradients: Named) -> Named:
+    """Softmax takes no notice of these: their gradients are what rounding leaves."""
+    return {name: gradient for name, gradient in gradients.items() if not name.endswith(("k_proj.bias", "qkv.bias"))}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compile": "blocks"}, {"recompute": "selective"}, {"kernels": "liger"}],
+    ids=["compiled", "selective recomputation", "Liger's kernels"],
+)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_layers_that_run_otherwise_give_the_gradients_of_those_that_do_not(data, tmp_path, name, settings):
+    if "kernels" in settings:
+        pytest.importorskip("liger_kernel")
+    common = {"family": name, "precision": "32-true", "layout": "colocated 1"}
+    expected, found = train(tmp_path, "plain", data, **common), train(tmp_path, "other", data, **common, **settings)
+    gradients = (without_key_biases(run.gradients[0]) for run in (found, expected))
+    assert error(*gradients) <= 1e-5
 
 
 @contextmanager
@@ -108,6 +131,15 @@ def test_families_pass_the_packing_check_on_the_gpu(tmp_path, name):
     write_records(tmp_path, 24)
     module, images = quickstart() if name == "quickstart" else family(name)
     report = checked(module, tmp_path, images=images)
+    assert (report.findings, report.device.type) == ([], "cuda")
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_A_CLASS, "qwen3_5_moe", "gemma3"])
+def test_other_families_keep_samples_apart_on_the_gpu(tmp_path, name):
+    """By the kernels of a GPU: in half precision attention, and scans where their packages are installed."""
+    write_records(tmp_path, 24)
+    chosen = family_of(name)
+    report = checked(chosen.kind(chosen.config), tmp_path, images=chosen.images, token_budget=512)
     assert (report.findings, report.device.type) == ([], "cuda")
 
 

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import flowtrain_lightning as flow
 from flowtrain_lightning.data import PackingConfig
 from flowtrain_lightning.models import AnyVLM
+from flowtrain_lightning.models.liger import Kernels
 from flowtrain_lightning.packing import CostModel
 from flowtrain_lightning.parallel.blocks import Compile
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
@@ -68,6 +69,7 @@ def train(
     moves: bool = True,
     compile: Compile = "none",
     recompute: Any = False,
+    kernels: Kernels = "none",
     muon: bool = False,
     resumes: str | None = None,
     saves_after: int = STEPS,
@@ -91,7 +93,7 @@ def train(
     if muon:
         kind = type("Muon", (kind,), {"configure_optimizers": lambda module: flow.MuonAdamW(module, lr=1e-2)})
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "frozen": frozen, "frozen_in_bf16": frozen_in_bf16}
-    settings |= {"compile": compile, "recompute": recompute}
+    settings |= {"compile": compile, "recompute": recompute, "kernels": kernels}
     images: dict[str, Any] = {
         "images": chosen.images,
         "token_budget": 160 if family.removesuffix(BY_ANY) in FAMILIES else 512,
