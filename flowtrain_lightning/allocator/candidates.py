@@ -16,7 +16,6 @@ from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_u
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, batches, role_time
-from flowtrain_lightning.packing.role_graph import BACKBONE
 
 SPREAD = 1.25
 """Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""
@@ -249,11 +248,10 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
         as_backbone: an encoder may have a pipeline, for one layout of everything.
     """
     cluster = problem.cluster
-    backbone = as_backbone or problem.role == BACKBONE
     has_backward = problem.half.trains or problem.receives_gradient
     offload: Offload = space.offload if has_backward else "none"
-    pipelines = space.pipeline if backbone else (1,)
-    contexts = space.context if problem.role == BACKBONE else (1,)
+    pipelines = space.pipeline if problem.is_trunk or as_backbone else (1,)
+    contexts = space.context if problem.is_trunk else (1,)
     for tensor, pipeline, context in product(space.tensor, pipelines, contexts):
         if why_undividable(problem, tensor, pipeline, context) is not None:
             continue
@@ -294,7 +292,7 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
             return f"The {role}'s experts, {part.experts.count}, cannot be divided among {ranks}."
     if depth % pipeline:
         return f"The {role}'s {depth} layers cannot be divided evenly among {pipeline} pipeline stages."
-    if context > 1 and role != BACKBONE:
+    if context > 1 and not problem.is_trunk:
         return f"The {role} has context {context}, but no media item is shared among ranks."
     reasons = (why_heads_cannot_be_shared(role, part.heads, tensor, context) for part in layers)
     return next(filter(None, reasons), None)

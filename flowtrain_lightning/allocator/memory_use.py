@@ -13,7 +13,6 @@ from flowtrain_lightning.allocator.late_bytes import late_bytes, late_bytes_outs
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
-from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
 
 LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits
@@ -331,7 +330,7 @@ def _autocast_bytes(problem: RoleProblem, family: Family, part: Layers, recomput
     queries, keys and values, gate and up. Towers begin with a product, and FSDP2 casts weights: these compute in bf16.
     """
     casts = problem.precision.copies > 0 and problem.precision.eager and not family.sharded
-    if problem.role != BACKBONE or not casts or not part.trainable:
+    if not problem.is_trunk or not casts or not part.trainable:
         return 0.0
     numbers = part.hidden * AUTOCAST_BYTES
     if recompute != "none":
@@ -364,7 +363,7 @@ def _working_bytes(problem: RoleProblem, family: Family) -> float:
 
 def _logit_bytes(problem: RoleProblem, family: Family) -> float:
     """Bytes of logits per token of a microbatch; encoders have none."""
-    if problem.role != BACKBONE:
+    if not problem.is_trunk:
         return 0.0
     (vocabulary, _), head = problem.half.result, problem.half.parts[-1]
     if isinstance(head, Dense) and not head.gathered:
@@ -374,7 +373,7 @@ def _logit_bytes(problem: RoleProblem, family: Family) -> float:
 
 def _feature_bytes(problem: RoleProblem, family: Family) -> float:
     """Bytes in the pool per encoder token: a feature, and its gradient where the encoder trains; others hold few."""
-    if problem.role in (BACKBONE, GENERATOR):
+    if not problem.makes_features:
         return 0.0
     width, per_token = problem.half.result
     return width * per_token * problem.precision.computing * (1 + problem.half.trains) / family.tensor

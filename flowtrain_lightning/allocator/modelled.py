@@ -22,7 +22,6 @@ from flowtrain_lightning.allocator.placements import (
 from flowtrain_lightning.allocator.planner import PLAN_KINDS, NoPlanError, PlanKind
 from flowtrain_lightning.allocator.role_layout import Layout
 from flowtrain_lightning.allocator.role_problem import Family, Problems
-from flowtrain_lightning.packing.role_graph import BACKBONE
 
 _MOST_DEVICES = 2**16
 
@@ -76,7 +75,7 @@ class ModelledCosts:
         self,
         allows: Callable[[str, Layout], bool] = lambda role, layout: True,
         kinds: Sequence[PlanKind] = PLAN_KINDS,
-        staged: Collection[str] = (BACKBONE,),
+        staged: Collection[str] = (Problems.trunk,),
     ) -> tuple[ModelledPlan, ...]:
         """The same, but of layouts that a role is allowed and of these kinds, and empty where none fits.
 

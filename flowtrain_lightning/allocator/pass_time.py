@@ -14,7 +14,6 @@ from flowtrain_lightning.allocator.kernels import attention_seconds, moving_seco
 from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.operations import moved_bytes, operations
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
-from flowtrain_lightning.packing.role_graph import BACKBONE
 
 LOSS_BYTES = 32
 """Bytes that eager code moves per logit, forward and backward together: the copy in float32, log-probabilities, their
@@ -81,7 +80,7 @@ def _dense_seconds(
     device, share, width = problem.cluster.device, problem.efficiency, problem.precision.computing
     vectors, by = tokens * part.per_token / family.context, sharers(problem.half, part.outputs, family.tensor)
     once = part.copies * product_seconds(vectors, part.outputs / by, float(part.inputs), device, share, width)
-    if not (problem.role == BACKBONE and part is problem.half.parts[-1]):
+    if not (problem.is_trunk and part is problem.half.parts[-1]):
         moved = moving_seconds(part.copies * vectors * part.outputs / by * 3.0 * width, device, share)
         return once + moved, (int(part.trainable) + int(flows)) * once + moved * (part.trainable or flows)
     # Tensor ranks gather their shares of the logits. A loss in chunks makes all of it a second time in the backward.

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from flowtrain_lightning.allocator import (
-    BACKBONE,
     Allocation,
     AllocationError,
     Layout,
@@ -328,7 +327,7 @@ def _runs(role: str, layout: Layout, stages: tuple[tuple[str, int], ...], placem
     each = max(layout.expert, min(2, layout.data // layout.replicas))
     small = replace(layout, data=replicas * each * lcm(*degrees.values()) // degrees[role], replicas=replicas)
     together, count = placement == "colocated", small.ranks
-    order = (BACKBONE, *(name for name in degrees if name != BACKBONE))
+    order = sorted(degrees, key=lambda name: name != Problems.trunk)
     first = {name: 0 if together else number * count for number, name in enumerate(order)}
     ranks = {name: tuple(range(first[name], first[name] + count)) for name in degrees}
     copies = {name: Layout(count // degree, pipeline=degree) for name, degree in degrees.items()}

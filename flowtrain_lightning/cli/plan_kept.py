@@ -80,7 +80,7 @@ def kept_plan(recommended: ModelledPlan, costs: ModelledCosts, simulator: PlanSi
         return can_run(role, layout, problems) and (role not in encoders or not layout.shares_weights)
 
     together = [plan for plan in running_plans(costs, allows) if plan.kind in ("uniform", "colocated")]
-    best = min(together, key=lambda plan: plan.chosen[BACKBONE].seconds, default=None)
+    best = min(together, key=lambda plan: plan.chosen[problems.trunk].seconds, default=None)
     seconds = None if best is None else simulator.seconds_reading(best)
     if best is None or seconds is None or recommended.seconds < _LEAST_GAIN * seconds:
         return None

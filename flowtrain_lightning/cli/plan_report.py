@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.allocator import BACKBONE, ModuleDescription
+from flowtrain_lightning.allocator import ModuleDescription
 from flowtrain_lightning.allocator.candidates import usable_bytes
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
@@ -206,7 +206,7 @@ class PlanReport:
         if why_plan_cannot_run(plan, self.problems) is not None:
             return []
         if len(self.problems) == 1:
-            how = "FSDPStrategy()" if plan.chosen[BACKBONE].layout.shard == "fsdp" else "DDPStrategy()"
+            how = "FSDPStrategy()" if plan.chosen[self.problems.trunk].layout.shard == "fsdp" else "DDPStrategy()"
             return [f"Next: {self.module.name} reads text alone, so train it with Lightning's own {how}."]
         workers = workers_for(self._cores(plan) or 0.0)
         return [f"Next: {next_command(plan, self.problems.of_trunk, self.file, workers, self.encoder_budget)}"]

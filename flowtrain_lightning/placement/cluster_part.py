@@ -8,7 +8,7 @@ from math import log
 
 import numpy as np
 
-from flowtrain_lightning.allocator import BACKBONE, Allocation, AllocationError, Layout
+from flowtrain_lightning.allocator import Allocation, AllocationError, Layout
 from flowtrain_lightning.placement.request import why_it_cannot_run
 
 _TRIED = 256
@@ -26,7 +26,7 @@ def part_of(allocation: Allocation, most: int) -> tuple[Allocation, float]:
     Where groups of ranks that need each other are too large for any such part, it may have a few times as many ranks.
 
     Args:
-        allocation: with the backbone's ranks first or anywhere.
+        allocation: with the trunk's ranks first or anywhere.
         most: ranks of the part.
     """
     if allocation.size <= most:
@@ -67,12 +67,9 @@ def _smaller(layout: Layout, share: float) -> Layout:
 
 
 def _with_layouts(allocation: Allocation, layouts: Mapping[str, Layout]) -> Allocation:
-    """The allocation with smaller layouts, the backbone's ranks first."""
-    backbone = tuple(range(layouts[BACKBONE].ranks))
-    ranks, first = {BACKBONE: backbone}, len(backbone)
-    for role in (role for role in layouts if role != BACKBONE):
-        if allocation.placement == "separate":
-            ranks[role] = tuple(range(first, first := first + layouts[role].ranks))
-        else:
-            ranks[role] = tuple(range(layouts[role].ranks))
+    """The allocation with smaller layouts, the trunk's ranks first."""
+    ranks, first = dict[str, tuple[int, ...]](), 0
+    for role in sorted(layouts, key=lambda role: role != allocation.trunk):
+        ranks[role] = tuple(range(first, first + layouts[role].ranks))
+        first += layouts[role].ranks if allocation.placement == "separate" else 0
     return replace(allocation, layouts=layouts, ranks=ranks)

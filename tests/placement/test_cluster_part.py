@@ -7,6 +7,7 @@ import pytest
 
 from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks
+from flowtrain_lightning.packing.role_graph import Edge
 from flowtrain_lightning.placement.cluster_part import part_of
 
 MOST = 64
@@ -52,6 +53,15 @@ def test_several_separate_roles_have_ranks_of_their_own():
     part, share = part_of(Allocation("separate", layouts, assign_ranks(layouts, "backbone", 8)), MOST)
     assert part.size == sum(map(len, part.ranks.values())) <= MOST
     assert part.layouts["backbone"].data * share == pytest.approx(3072, rel=0.1)
+
+
+def test_roles_may_have_any_names():
+    layouts = {"c": Layout(512), "a": Layout(256), "b": Layout(256)}
+    edges = (Edge("a", "c", "image"), Edge("b", "c", "audio"))
+    ranks = {"c": tuple(range(512)), "a": tuple(range(512, 768)), "b": tuple(range(768, 1024))}
+    part, share = part_of(Allocation("separate", layouts, ranks, edges=edges), MOST)
+    assert {role: len(own) for role, own in part.ranks.items()} == {"c": 32, "a": 16, "b": 16}
+    assert share == 16
 
 
 def test_colocated_roles_keep_the_same_ranks():
