@@ -18,6 +18,7 @@ from benchmarks.modules import ROOT
 from benchmarks.packing_data import TABLES, Lengths, load
 from benchmarks.report import machine_line, table, write_results
 from flowtrain_lightning.packing import CostModel
+from flowtrain_lightning.packing.compiled import compile_at_once
 from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, pack_offline
 from flowtrain_lightning.packing.order import media_order
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     options = parser.parse_args()
+    compile_at_once()
     mixes = [load("qwen", TABLES, options.samples, BUDGET, seed) for seed in range(options.seeds)]
     results = [
         {"microbatches": microbatches, "ranks": ranks, "load": share, **gaps(mixes, microbatches, ranks, share)}

@@ -22,6 +22,7 @@ from benchmarks.packing_peers import step_packers, window_packers
 from benchmarks.packing_report import draw, show, table
 from benchmarks.packing_scores import COST, POSITIONS, RANKS, level, longest_wait, random_order, score
 from benchmarks.packing_signatures import Bins, StepPacker, WindowPacker
+from flowtrain_lightning.packing.compiled import compile_at_once
 from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.microbatches import pack_microbatches
 from flowtrain_lightning.packing.offline import OfflineSettings, pack_offline
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--solver-seconds", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=Path("packing-benchmark"))
     options = parser.parse_args()
+    compile_at_once()
     results: list[dict[str, Any]] = []
     cases = [("mix", "qwen", TABLES, 16_384), ("long documents", "qwen", TABLES[1:2], 32_768)]
     cases.append(("coarse tiles", "tiles", TABLES, 4_096))

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from flowtrain_lightning import FlowTrainStrategy
+from flowtrain_lightning.packing.compiled import compile_at_once
 from tests.tiny import TinyVLM, tiny_data, write_records
 
 
@@ -21,6 +22,7 @@ def warm_up() -> None:
     """
     environment, interval, tqdm.monitor_interval = dict(os.environ), tqdm.monitor_interval, 0  # no monitor thread
     with tempfile.TemporaryDirectory() as name, torch.random.fork_rng([]):
+        compile_at_once()
         write_records(folder := Path(name), 8, "train.jsonl")
         write_records(folder, 8, "val.jsonl")
         FlowTrainStrategy()

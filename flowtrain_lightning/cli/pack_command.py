@@ -13,7 +13,7 @@ import numpy as np
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.lengths import media_content, read_lengths
 from flowtrain_lightning.packing import SYNC_EVERY, CostModel, PackingError
-from flowtrain_lightning.packing.compiled import announce_compilation
+from flowtrain_lightning.packing.compiled import announce_compilation, compile_at_once
 from flowtrain_lightning.packing.evaluation import evaluate
 from flowtrain_lightning.packing.offline import OfflinePlan, OfflineSettings, pack_offline, warm_up
 from flowtrain_lightning.packing.step_plan import FloatArray, IntArray
@@ -98,6 +98,7 @@ def run() -> None:
         **of_steps,
     )
     announce_compilation(lambda sentence: print(sentence, file=sys.stderr))
+    compile_at_once()
     compiling = warm_up(settings)
     plan = pack_offline(tokens, media_start, media_cost, settings, media.content)
     _write(plan, options.out, options.media_out, kept, media_start, settings)

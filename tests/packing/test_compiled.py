@@ -48,12 +48,28 @@ def test_plans_are_the_same_with_and_without_numba():
 
 ANNOUNCING = """if True:
     import numpy as np
-    from flowtrain_lightning.packing.compiled import announce_compilation
+    from flowtrain_lightning.packing.compiled import announce_compilation, compile_at_once
     from flowtrain_lightning.packing.simulator import closed_form_time
     announce_compilation(lambda sentence: print("the announcement of the earlier call"))
     announce_compilation(print)
+    compile_at_once()
     closed_form_time(np.arange(2), np.ones((2, 1)), np.ones(2, {kind}))
 """
+
+
+LITTLE = """if True:
+    import sys
+    import numpy as np
+    from flowtrain_lightning.packing import CostModel
+    from flowtrain_lightning.packing.microbatches import pack_microbatches
+    pack_microbatches(np.arange(1, 33), ranks=2, token_budget=64, cost=CostModel(1.0, 0.0, 0.0), sync_every="step")
+    print("numba" in sys.modules)
+"""
+
+
+def test_a_process_that_packs_little_does_not_even_import_numba():
+    command = [sys.executable, "-c", LITTLE]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout == "False\n"
 
 
 @pytest.mark.full
