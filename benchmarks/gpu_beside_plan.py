@@ -37,11 +37,13 @@ class Measured:
     Attributes:
         name: of the variant.
         seconds: of a step.
+        memory: bytes of tensors at most.
         plan: of the same step.
     """
 
     name: str
     seconds: float
+    memory: float
     plan: ModelledPlan
 
     @property
@@ -61,10 +63,15 @@ def read_runs(path: Path = RESULTS) -> list[Measured]:
     options, told, runs = found["options"], found["workload"], found["runs"]
     tokens, flops = (told[name] / int(options["steps"]) for name in ("tokens", "flops"))
     plan = planned(options, told["device"], tokens, flops)
-    rates = {
-        name: float(np.median([each["tokens_per_second"] for each in runs[name]])) for name in EAGER if name in runs
-    }
-    return [Measured(name, tokens / rate, plan) for name, rate in rates.items()]
+
+    def typical(name: str, figure: str) -> float:
+        return float(np.median([each[figure] for each in runs[name]]))
+
+    return [
+        Measured(name, tokens / typical(name, "tokens_per_second"), typical(name, "memory"), plan)
+        for name in EAGER
+        if name in runs
+    ]
 
 
 def planned(options: dict[str, str], maker: str, tokens: float, flops: float) -> ModelledPlan:
@@ -99,10 +106,12 @@ def main() -> None:
             f"{run.seconds:.3f}",
             f"{run.plan.seconds:.3f} ({run.plan.seconds_low:.2f} to {run.plan.seconds_high:.2f})",
             f"{100 * run.error:+.1f} %",
+            f"{run.memory / 2**30:.1f}",
+            f"{run.plan.peak_bytes / 2**30:.1f}",
         )
         for run in read_runs()
     ]
-    print(table(("variant", "measured s", "planned s (80 % band)", "error"), lines))
+    print(table(("variant", "measured s", "planned s (80 % band)", "error", "measured GiB", "planned GiB"), lines))
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def role_bytes(name: str, problem: RoleProblem, candidate: Candidate) -> tuple[R
         recompute=candidate.recompute,
         tensor=candidate.layout.tensor,
     )
-    others = min(float(details.time.microbatches[0]), problem.load.batches_in_flight) - 1
+    others = min(float(details.time.microbatches[0]), problem.batches_in_flight) - 1
     kept = max(0.0, others) * batch.saved
     in_backward, at_its_end = (
         RoleBytes(states.weights, states.gradients, states.optimizer, gathered + batch.weight_copies, of_batches)

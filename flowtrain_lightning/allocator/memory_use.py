@@ -115,7 +115,7 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
         replace(use, weights=weights + gathered, gradients=gradients + share * unreduced)
         for gathered, unreduced in _gathered_bytes(problem, family)
     )
-    left = (_in_flight(problem, family, microbatches) - 1) * _kept_bytes(problem, family, tokens)
+    left = np.maximum(_in_flight(problem, family, microbatches) - 1, 0) * _kept_bytes(problem, family, tokens)
     return computing.or_if_more(replace(ending, activations=left, logits=np.zeros_like(logits)))
 
 
@@ -196,7 +196,7 @@ def _bytes_of_split_stages(
 def _in_flight(problem: RoleProblem, family: Family, microbatches: FloatArray) -> FloatArray:
     """Microbatches whose activations are kept at once: on the first stage of a pipeline that they fill, or on each."""
     fills = family.pipeline > 1 and problem.load.fills_stages
-    most = family.pipeline if fills else problem.load.batches_in_flight
+    most = family.pipeline if fills else problem.batches_in_flight
     return np.minimum(microbatches, most)
 
 

@@ -251,6 +251,12 @@ class RoleProblem:
         """Whether others read what it makes of media."""
         return not self.is_trunk and self.role != GENERATOR
 
+    @property
+    def batches_in_flight(self) -> float:
+        """Full batches whose activations may be kept at the same time, without a pipeline."""
+        alone = self.load.batches_alone if self.cluster.devices == 1 else None
+        return self.load.batches_in_flight if alone is None else alone
+
     @cached_property
     def model_flops(self) -> float:
         """FLOPs of a step, as MFU counts them."""

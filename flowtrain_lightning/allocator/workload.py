@@ -23,6 +23,13 @@ from flowtrain_lightning.packing.step_plan import BoolArray
 LOSS_CHUNK = 1024
 """Tokens of a chunk where nothing else is said."""
 
+ENCODER_BATCHES_IN_FLIGHT = 4
+"""Batches whose activations an encoder that trains keeps: the strategy's default for ``encoder_activations``.
+
+Ranks with both roles keep as many on several devices, since they encode ahead for each other; a lone one keeps what a
+microbatch reads.
+"""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -38,6 +45,7 @@ class Workload:
         global_batch_size: samples of a step; on average, where a step has ``microbatches``.
         token_budget: the most tokens of a backbone microbatch.
         encoder_budget: the most encoder tokens of an encoder batch.
+        encoder_activations: batches of which an encoder that trains keeps the activations.
         loss_chunk: tokens whose logits exist at the same time, as the loss of the models of Hugging Face takes them
             (`flowtrain_lightning.models`); None is the microbatch.
         microbatches: of a step over all ranks, which it fills with as many samples as that takes; None makes steps of
@@ -56,9 +64,11 @@ class Workload:
     microbatches: int | None = None
     content: Mapping[str, IntArray] = field(default_factory=dict)
     together: bool = False
+    encoder_activations: int = ENCODER_BATCHES_IN_FLIGHT
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk", "microbatches"):
+        sizes = ("global_batch_size", "token_budget", "encoder_budget", "loss_chunk", "microbatches")
+        for name in (*sizes, "encoder_activations"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PlanningError(f"The {name} is {getattr(self, name)}; it must be at least 1.")
         if not len(self.tokens) or self.tokens.min() < 1:
@@ -99,6 +109,8 @@ class RoleLoad:
             known here, and which may be as few as hold its items.
         loss_chunk: tokens whose logits exist at the same time; None is all of a forward.
         forwards: of a step that fills them; None is as many as its items need.
+        batches_alone: as ``batches_in_flight``, in full ones, on a device that has all roles and is the only one: what
+            the fullest microbatch reads. None is as many.
     """
 
     lengths: IntArray
@@ -108,6 +120,7 @@ class RoleLoad:
     loss_chunk: int | None = None
     forwards: int | None = None
     fills_stages: bool = True
+    batches_alone: float | None = None
 
     @property
     def tokens(self) -> float:
@@ -115,11 +128,8 @@ class RoleLoad:
         return self.items * float(self.lengths.mean())
 
 
-ENCODER_BATCHES_IN_FLIGHT = 4
-"""Batches whose activations an encoder that trains keeps: the strategy's default for ``encoder_activations``.
-
-Ranks with both roles keep as many on several devices, since they encode ahead for each other; a lone one keeps fewest.
-"""
+_MOST_MEDIA = 1.25
+"""How many times the media of a mean microbatch those of the fullest one are taken to be."""
 
 
 def typical_workload(module: ModuleDescription, **settings: Any) -> Workload:
@@ -168,9 +178,11 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
             tokens = items * float((workload.encoded_parts(modality) * lengths).mean())
             lengths = lengths[_first_of_each(workload.content[modality])]
             items = tokens / float(lengths.mean())
-        in_flight = ENCODER_BATCHES_IN_FLIGHT if half.trains and modality in module.encoders else 1
+        in_flight = workload.encoder_activations if half.trains and modality in module.encoders else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
-        loads[role] = RoleLoad(lengths, items, budget, in_flight, fills_stages=False)
+        read = _MOST_MEDIA * workload.token_budget * workload.encoder_tokens[modality]
+        alone = min(in_flight, max(read, float(lengths.max())) / budget)
+        loads[role] = RoleLoad(lengths, items, budget, in_flight, fills_stages=False, batches_alone=alone)
     budget, filled = workload.token_budget, workload.microbatches
     open_at_once = MOST_OPEN if module.generators else 1
     loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, open_at_once, workload.loss_chunk, filled)

@@ -22,7 +22,7 @@ from flowtrain_lightning.allocator import (
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.allocator.role_problem import OPTIMIZERS
-from flowtrain_lightning.allocator.workload import LOSS_CHUNK
+from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT, LOSS_CHUNK
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.plan_bill import Price, bill_of, read_price
 from flowtrain_lightning.cli.plan_choice import Choices, why_plan_cannot_run
@@ -67,8 +67,8 @@ def run() -> None:
     tokens = options.time_to_train
     bill = None if tokens is None else bill_of(shown, question.problems, tokens, price)
     kept = kept_plan(choices.recommended.chosen, question.costs, question.simulator)
-    budget = options.encoder_budget
-    report = PlanReport(choices, question.problems, question.module, data, given, bill, options.out, kept, budget)
+    asked = (question.problems, question.module, data, question.workload)
+    report = PlanReport(choices, *asked, given, bill, options.out, kept)
     if options.out is not None:
         _write(report, options.out)
     if options.plot is not None:
@@ -95,6 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how fast this module was measured to be on the device",
     )
     add_step_size(parser)
+    add(
+        "--encoder-activations",
+        type=int,
+        default=ENCODER_BATCHES_IN_FLIGHT,
+        metavar="BATCHES",
+        help="of which an encoder that trains keeps the activations, as in FlowTrainStrategy (default: %(default)s)",
+    )
     add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
     add(
         "--loss-chunk",
@@ -141,6 +148,7 @@ def _question(options: argparse.Namespace) -> PlanQuestion:
     settings = {
         "token_budget": None if options.token_budget == SEARCH else options.token_budget,
         "encoder_budget": options.encoder_budget,
+        "encoder_activations": options.encoder_activations,
         "loss_chunk": options.loss_chunk,
     }
     space = WHOLE_COPIES if options.whole_copies else SearchSpace()
@@ -189,7 +197,7 @@ def _write(report: PlanReport, path: Path) -> None:
         f"Predicted: {plan.seconds:.3f} s a step (80 % band {plan.seconds_low:.3f} to {plan.seconds_high:.3f}), "
         f"{plan.samples_per_second:.1f} samples/s, {100 * plan.mfu:.1f} % MFU.",
         f"For microbatches of up to {report.problems.load.budget} tokens (token_budget) and encoder batches "
-        f"of up to {report.encoder_budget} patches (encoder_budget).",
+        f"of up to {report.workload.encoder_budget} patches (encoder_budget).",
     ]
     if (reason := why_plan_cannot_run(plan, report.problems)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")

@@ -121,7 +121,7 @@ class PlanQuestion:
         """The same with another token budget, which cuts lengths that are only assumed; a step keeps its tokens."""
         before = self.workload
         if self.data is None and int(before.tokens.max()) != tokens:
-            kept = ("global_batch_size", "encoder_budget", "loss_chunk")
+            kept = ("global_batch_size", "encoder_budget", "encoder_activations", "loss_chunk")
             settings: dict[str, Any] = {name: getattr(before, name) for name in kept}
             workload = typical_workload(self.module, token_budget=tokens, **settings)
         else:
@@ -133,6 +133,10 @@ class PlanQuestion:
     def with_encoder_budget(self, patches: int) -> PlanQuestion:
         """The same with another bound of encoder batches."""
         return replace(self, workload=replace(self.workload, encoder_budget=patches))
+
+    def with_encoder_activations(self, batches: int) -> PlanQuestion:
+        """The same where encoders keep the activations of so many batches."""
+        return replace(self, workload=replace(self.workload, encoder_activations=batches))
 
     @property
     def least_encoder_budget(self) -> int | None:

@@ -23,6 +23,8 @@ def remedies(question: PlanQuestion) -> list[str]:
         found.append(f"--token-budget {budget}")
     if (patches := _fitting_encoder_budget(question)) is not None:
         found.append(f"--encoder-budget {patches}")
+    if question.workload.encoder_activations > 1 and question.with_encoder_activations(1).running:
+        found.append("--encoder-activations 1")
     for words, changed in _changed(question):
         if changed.running:
             found.append(words)

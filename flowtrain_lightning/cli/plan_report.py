@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from flowtrain_lightning.allocator import ModuleDescription
+from flowtrain_lightning.allocator import ModuleDescription, Workload
 from flowtrain_lightning.allocator.candidates import usable_bytes
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
@@ -18,7 +18,6 @@ from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_c
 from flowtrain_lightning.cli.plan_kept import KeptPlan
 from flowtrain_lightning.cli.plan_loading import cores_for_pictures, loading_in_words, loading_warning, workers_for
 from flowtrain_lightning.cli.plan_words import candidate_in_words, next_command, placed_in_words, tokens_in_words
-from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.text_table import counted, text_table
 
 
@@ -31,22 +30,22 @@ class PlanReport:
         problems: role -> what was planned for.
         module: that is planned for.
         data: where lengths are from, in words.
+        workload: what is asked of a step.
         given: the plan of an allocation that was given, which is shown beside the recommended one.
         bill: what training on so many tokens takes and costs, if that was asked.
         file: where the recommended plan was written, if it was.
         kept: what it would gain to keep features; None: nothing.
-        encoder_budget: the most patches of an encoder batch.
     """
 
     choices: Choices
     problems: Problems
     module: ModuleDescription
     data: str
+    workload: Workload
     given: ModelledPlan | None = None
     bill: Bill | None = None
     file: Path | None = None
     kept: KeptPlan | None = None
-    encoder_budget: int = ENCODER_BUDGET
 
     @property
     def shown(self) -> ModelledPlan:
@@ -209,7 +208,7 @@ class PlanReport:
             how = "FSDPStrategy()" if plan.chosen[self.problems.trunk].layout.shard == "fsdp" else "DDPStrategy()"
             return [f"Next: {self.module.name} reads text alone, so train it with Lightning's own {how}."]
         workers = workers_for(self._cores(plan) or 0.0)
-        return [f"Next: {next_command(plan, self.problems.of_trunk, self.file, workers, self.encoder_budget)}"]
+        return [f"Next: {next_command(plan, self.problems.of_trunk, self.file, workers, self.workload)}"]
 
     def _cores(self, plan: ModelledPlan) -> float | None:
         return cores_for_pictures(plan, self.problems, self.module)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowtrain_lightning.allocator import Layout
+from flowtrain_lightning.allocator import Layout, Workload
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
 from flowtrain_lightning.cli.plan_input import fewest_nodes
-from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.placement.text_table import counted
 
 _HELD = {
@@ -86,9 +85,7 @@ def tokens_in_words(problems: Problems) -> str:
     return " and ".join(f"{problem.load.tokens:,.0f} tokens of the {role}" for role, problem in problems.items())
 
 
-def next_command(
-    plan: ModelledPlan, backbone: RoleProblem, file: Path | None, workers: int, encoder_budget: int
-) -> str:
+def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, workers: int, workload: Workload) -> str:
     """The command that trains on a plan, by a configuration of the user's own.
 
     Steps there are as planned: they fill as many microbatches, or have as many samples.
@@ -98,7 +95,7 @@ def next_command(
         backbone: what is known of its role.
         file: where the plan was written; None where it was not.
         workers: processes that load for each rank.
-        encoder_budget: the most patches of an encoder batch.
+        workload: says how encoder batches are bounded and kept.
     """
     path = Path("plan.yaml") if file is None else file
     nodes = fewest_nodes(plan.devices, backbone.cluster.per_node)
@@ -112,11 +109,18 @@ def next_command(
         f"--trainer.precision={backbone.precision.name}",
         "--trainer.strategy=flowtrain_lightning.FlowTrainStrategy",
         f"--trainer.strategy.allocation={path}",
+        *_unless_usual("--trainer.strategy.", workload, "encoder_activations"),
         size,
         f"--data.token_budget={load.budget}",
-        *([f"--data.encoder_budget={encoder_budget}"] if encoder_budget != ENCODER_BUDGET else []),
+        *_unless_usual("--data.", workload, "encoder_budget"),
         *([f"--data.num_workers={workers}"] if workers else []),
     ]
     before = f"`--out {path}` writes the plan; then\n" if file is None else ""
     after = "\non every node, as recipes/several_nodes starts it" if nodes > 1 else ""
     return f"{before}  flowtrain fit --config config.yaml {' '.join(options)}{after}"
+
+
+def _unless_usual(prefix: str, workload: Workload, name: str) -> list[str]:
+    """The option that sets a field of the workload, where it is not what training takes by itself."""
+    value = getattr(workload, name)
+    return [] if value == getattr(Workload, name) else [f"{prefix}{name}={value}"]

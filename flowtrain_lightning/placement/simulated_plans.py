@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems
-from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.cluster_part import part_of
 from flowtrain_lightning.placement.drawn_steps import DrawnSteps, FilledSteps
@@ -77,7 +76,8 @@ class PlanSimulator:
     def _played(self, allocation: Allocation, costs: ModelledLayoutCosts) -> Simulation:
         part, share = part_of(allocation, self.most_ranks)
         steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
-        return simulate(steps.packed(part), part, costs, ENCODER_BATCHES_IN_FLIGHT)
+        kept = max((self.problems[role].load.batches_in_flight for role in self.problems.encoders), default=1)
+        return simulate(steps.packed(part), part, costs, kept)
 
 
 def _timed_as(plan: ModelledPlan, other: ModelledPlan) -> ModelledPlan:

@@ -57,7 +57,7 @@ FULL_BATCHES = [
 def test_batches_that_fill_their_budget_take_at_most_a_tenth_more_than_planned(role, shard, recompute):
     module = describe_config(SHALLOW)
     problem = role_problems(module, typical_workload(module), Cluster(named_device("h100"), 8, 8))[role]
-    budget, batches = ENCODER_BUDGET if role == "encoder" else 8192, float(problem.load.batches_in_flight)
+    budget, batches = ENCODER_BUDGET if role == "encoder" else 8192, float(problem.batches_in_flight)
     family = Family(np.array([8.0]), shard=shard, recompute=recompute)
     use = memory_use(problem, family, np.array([float(budget)]), np.array([batches])).at(0)
     full = full_microbatch(budget // 1024), full_media(budget // 1024)

@@ -494,15 +494,22 @@ def test_a_smaller_token_budget_is_found_where_the_usual_one_does_not_fit(plan, 
     assert f"up to {budget:,} tokens" in plan(*arguments, "--token-budget", "search")
 
 
+def test_keeping_fewer_encoder_batches_is_offered_where_usual_ones_do_not_fit(plan):
+    arguments = ("--model", "qwen2.5-vl-7b", "--device", "l40s", "--devices", "4")
+    assert "--encoder-activations 1" in refused(plan, *arguments)
+    planned = plan(*arguments, "--encoder-activations", "1")
+    assert "--trainer.strategy.encoder_activations=1" in planned, "what trains on it keeps as few"
+
+
 def test_smaller_encoder_batches_are_found_where_the_usual_ones_do_not_fit(plan, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     table = {"tokens": [1200] * 32, "image_tokens": [[1000]] * 32}
     parquet.write_table(pyarrow.table(table), tmp_path / "lengths.parquet")
-    (tmp_path / "small.yaml").write_text("{like: h100, memory: 28e9, per_node: 1}")
+    (tmp_path / "small.yaml").write_text("{like: h100, memory: 16e9, per_node: 1}")
     arguments = ("--model", "qwen2.5-vl-3b", "--lora", "16", "--frozen-bf16", "--data", "lengths.parquet")
-    arguments = (*arguments, "--device", "small.yaml", "--devices", "1", "--batch", "32")
+    arguments = (*arguments, "--device", "small.yaml", "--devices", "2", "--batch", "32")
     patches = re.search(r"fits with --encoder-budget (\d+)", refused(plan, *arguments))[1]
     assert 1000 <= int(patches) < 16384
     planned = plan(*arguments, "--encoder-budget", patches)
