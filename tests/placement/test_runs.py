@@ -172,7 +172,7 @@ def test_loggers_keep_the_choice_and_its_reason(runs):
     for name in ("planned", "kept"):
         kept = yaml.safe_load((folder / name / "hparams.yaml").read_text())
         assert kept["allocation"].split(":")[0] in ("separate", "colocated")
-        assert "is predicted" in kept["allocation_reason"]
+        assert re.search("is predicted|simple", kept["allocation_reason"]), "busy machines tell two apart, or do not"
         assert kept["predicted_step_seconds"] > 0
         assert kept["lr"] == 0.01  # beside the module's own
 
