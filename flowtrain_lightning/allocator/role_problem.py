@@ -255,7 +255,7 @@ class RoleProblem:
     def batches_in_flight(self) -> float:
         """Full batches whose activations may be kept at the same time, without a pipeline."""
         alone = self.load.batches_alone if self.cluster.devices == 1 else None
-        return self.load.batches_in_flight if alone is None else alone
+        return self.load.batches_shared + (self.load.batches_in_flight if alone is None else alone)
 
     @cached_property
     def model_flops(self) -> float:

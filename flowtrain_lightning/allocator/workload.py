@@ -111,6 +111,7 @@ class RoleLoad:
         forwards: of a step that fills them; None is as many as its items need.
         batches_alone: as ``batches_in_flight``, in full ones, on a device that has all roles and is the only one: what
             the fullest microbatch reads. None is as many.
+        batches_shared: that may be kept beside these, since later microbatches read them too.
     """
 
     lengths: IntArray
@@ -121,6 +122,7 @@ class RoleLoad:
     forwards: int | None = None
     fills_stages: bool = True
     batches_alone: float | None = None
+    batches_shared: int = 0
 
     @property
     def tokens(self) -> float:
@@ -174,15 +176,20 @@ def role_loads(module: ModuleDescription, workload: Workload) -> dict[str, RoleL
                 f"The data must have {modality} media of at least one token, or its {role} has nothing to do."
             )
         items = size * len(lengths) / len(workload.tokens)
+        shared = 0
         if modality in workload.content:
-            tokens = items * float((workload.encoded_parts(modality) * lengths).mean())
+            parts = workload.encoded_parts(modality)
+            shared = int(half.trains and not workload.together and parts.min() < 1)
+            tokens = items * float((parts * lengths).mean())
             lengths = lengths[_first_of_each(workload.content[modality])]
             items = tokens / float(lengths.mean())
         in_flight = workload.encoder_activations if half.trains and modality in module.encoders else 1
         budget = max(workload.encoder_budget, int(lengths.max()))
         read = _MOST_MEDIA * workload.token_budget * workload.encoder_tokens[modality]
         alone = min(in_flight, max(read, float(lengths.max())) / budget)
-        loads[role] = RoleLoad(lengths, items, budget, in_flight, fills_stages=False, batches_alone=alone)
+        loads[role] = RoleLoad(
+            lengths, items, budget, in_flight, fills_stages=False, batches_alone=alone, batches_shared=shared
+        )
     budget, filled = workload.token_budget, workload.microbatches
     open_at_once = MOST_OPEN if module.generators else 1
     loads[BACKBONE] = RoleLoad(workload.tokens, size, budget, open_at_once, workload.loss_chunk, filled)

@@ -35,6 +35,14 @@ def test_media_items_that_are_the_same_are_counted_as_often_as_steps_encode_them
     assert role_loads(MODULE, replace(shared, content={"image": np.full(20, -1)}))["encoder"].tokens == each.tokens
 
 
+def test_a_batch_is_kept_for_later_microbatches_where_these_may_read_it_too():
+    tokens, patches, content = np.full(20, 100), np.full(20, 64), {"image": np.arange(20) // 5}
+    scattered = Workload(tokens, {"image": patches}, global_batch_size=10, content=content)
+    assert role_loads(MODULE, scattered)["encoder"].batches_shared == 1
+    assert role_loads(MODULE, replace(scattered, together=True))["encoder"].batches_shared == 0
+    assert role_loads(MODULE, replace(scattered, content={}))["encoder"].batches_shared == 0
+
+
 def test_an_encoder_batch_takes_the_longest_media_item_whatever_the_budget():
     workload = Workload(np.array([100]), {"image": np.array([5000])}, encoder_budget=1000)
     assert role_loads(MODULE, workload)["encoder"].budget == 5000
