@@ -97,8 +97,8 @@ PLANNED = {
     "8": ("colocated", 1, 1),
     "64": ("colocated", 2, 1),
     "512": ("mixed", 4, 4),
-    "512 --microbatches 512": ("colocated", 2, 16),
-    "4096 --microbatches 4096": ("separate", 1, 48),
+    "512 --microbatches 512": ("colocated", 2, 8),
+    "4096 --microbatches 4096": ("mixed", 1, 104),
 }
 """Devices that are asked for -> the recommended placement, and the backbone's tensor degree and replicas."""
 
