@@ -214,6 +214,17 @@ def test_an_epoch_that_ended_with_fit_is_whole_whichever_hook_saved_it(tmp_path,
         assert rest.notes.logged == [step for step in whole.notes.logged if step >= STOP], moment
 
 
+@pytest.mark.parametrize("saved", [3, 5])
+def test_a_streams_epoch_ends_with_the_stream_where_a_limit_would_let_it_go_on(tmp_path, saved):
+    data = build(tmp_path, "stream")
+    settings = {"limit_val_batches": 0, "limit_train_batches": 8}
+    keeper = ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=saved, save_top_k=-1)
+    whole = Run(tmp_path, data, keeper, **settings).fit()
+    assert [epoch for epoch, *_ in whole.notes.steps.values()] == [0] * 5 + [1]
+    rest = Run(tmp_path, data, **settings).fit(tmp_path / "kept" / f"step={saved}.ckpt")
+    assert_goes_on(whole, rest, first=saved + 1)
+
+
 @pytest.mark.parametrize("plain", [pytest.param(False, marks=pytest.mark.full), True])
 def test_plain_lightning_goes_on_in_mid_epoch_from_it_too_and_back(tmp_path, plain):
     data = build(tmp_path, "files")
