@@ -20,7 +20,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from flowtrain_lightning.allocator import Allocation, Placement, RoleLayout
-from flowtrain_lightning.checkpoint.loop_progress import is_between_epochs
 from flowtrain_lightning.checkpoint.optimizer_state import NamedOptimizer
 from flowtrain_lightning.compute.whole_module import refuse_all_frozen
 from flowtrain_lightning.data import StepBatch
@@ -46,7 +45,7 @@ from flowtrain_lightning.runtime.pool_capacity import PoolSettings
 from flowtrain_lightning.runtime.process_end import die_with_parent, remove_faults
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.runner import RoleRunner
-from flowtrain_lightning.trainer.epoch_left import EpochLeft
+from flowtrain_lightning.trainer.epoch_left import EpochLeft, begin_next_epoch
 from flowtrain_lightning.trainer.half_engines import HalfEngines, move_halves
 from flowtrain_lightning.trainer.kinds_of_weights import stepping_by_kind
 from flowtrain_lightning.trainer.launcher import RankLauncher
@@ -337,9 +336,7 @@ class FlowTrainStrategy(RoleCheckpoints):
 
     def on_train_start(self) -> None:
         """Lets a run that goes on after a whole epoch begin the next one at its first batch."""
-        loop = self.flow_module.trainer.fit_loop
-        if loop.epoch_loop.restarting and is_between_epochs(loop.state_dict()):
-            loop.epoch_loop.restarting = False  # which Lightning forgets where max_steps is given
+        begin_next_epoch(self.flow_module.trainer)
 
     def on_train_end(self) -> None:
         """Waits for the checkpoint that is being written, and notes where in its epoch the run ends."""

@@ -147,6 +147,19 @@ def two_steps(folder: Path, root: Path) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+@pytest.mark.parametrize("algorithm", ["value", "VALUE"])
+def test_clipping_by_value_is_asked_for_in_letters_of_any_case(algorithm):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 0.05])
+    TinyVLM().clip_gradients(torch.optim.SGD([weight], 0.1), 0.1, algorithm)
+    assert weight.grad.tolist() == pytest.approx([0.1, 0.05])
+
+
+def test_another_way_to_clip_is_refused_not_taken_for_the_norm():
+    with pytest.raises(ValueError, match="give 'norm' or 'value'"):
+        TinyVLM().clip_gradients(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1), 0.1, "inf")
+
+
 def test_clipping_by_value_takes_a_step_without_gradients():
     module = TinyVLM()
     module.configure_model()

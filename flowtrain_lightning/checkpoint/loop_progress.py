@@ -3,7 +3,7 @@
 Where ``max_steps``, ``max_time`` or ``trainer.should_stop`` ends ``fit`` in mid-epoch, Lightning counts the epoch as
 processed all the same. A run that went on from there would skip the rest of the epoch's samples, and begin the next
 epoch at the number of the batch with which the former one stopped. With ``max_steps`` it does the latter after whole
-epochs, too.
+epochs, too; and where it cannot foresee an epoch's last batch, after a save in the hook of that batch.
 """
 
 from __future__ import annotations
@@ -44,6 +44,26 @@ def is_between_epochs(fit_loop: Mapping[str, Any]) -> bool:
     # A batch whose last hook saved is not complete: Lightning itself knows what to do then.
     complete = 0 < batches["current"]["completed"] == batches["current"]["ready"]
     return bool(complete and batches["is_last_batch"] and 0 < epochs["started"] == epochs["processed"])
+
+
+def is_at_last_batch(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether an epoch counts as over of whose last batch ``on_train_batch_end`` has saved.
+
+    Args:
+        fit_loop: the state of Lightning's ``trainer.fit_loop``, which has begun to go on from there.
+    """
+    epochs, batches = fit_loop[_EPOCHS]["current"], fit_loop[_BATCHES]
+    in_last_hook = 0 < batches["current"]["completed"] + 1 == batches["current"]["ready"]
+    return bool(in_last_hook and batches["is_last_batch"] and 0 < epochs["started"] == epochs["processed"])
+
+
+def with_batch_counted(epoch_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning's epoch loop saves beside its progress, with a batch more, under whose number loggers log.
+
+    Args:
+        epoch_loop: of ``trainer.fit_loop.epoch_loop.on_save_checkpoint()``.
+    """
+    return {**epoch_loop, _STEPPED: epoch_loop[_STEPPED] + 1}
 
 
 def settled_progress(fit_loop: Mapping[str, Any]) -> dict[str, Any]:

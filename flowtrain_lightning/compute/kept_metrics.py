@@ -1,4 +1,4 @@
-"""Keeps a user's own metrics of torchmetrics as they are while the module's methods are tried."""
+"""Keeps a user's own metrics of torchmetrics as they are while the module's methods run for nothing or once more."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _COUNTED = ("_update_count", "_computed")
 
 @contextmanager
 def kept_metrics(module: Any) -> Iterator[None]:
-    """Behind it, the states of all metrics of a module are as they were: trials count for nothing."""
+    """Behind it, the states of all metrics of a module are as they were: trials, say, count for nothing."""
     kept = [
-        (metric, {name: deepcopy(getattr(metric, name)) for name in (*metric.metric_state, *_COUNTED)})
+        (metric, {name: _copied(getattr(metric, name)) for name in (*metric.metric_state, *_COUNTED)})
         for metric in module.modules()
         if isinstance(metric, Metric)
     ]
@@ -27,3 +27,8 @@ def kept_metrics(module: Any) -> Iterator[None]:
         for metric, states in kept:
             for name, state in states.items():
                 setattr(metric, name, state)
+
+
+def _copied(state: Any) -> Any:
+    """A state as it is now; of a list, which may be long, the tensors that it holds, since metrics add others."""
+    return list(state) if isinstance(state, list) else deepcopy(state)

@@ -77,13 +77,22 @@ class OwnBackward(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips by value, or by one norm over the gradients of both halves on all ranks."""
+        """Clips by value, or by one norm over the gradients of both halves on all ranks.
+
+        Raises:
+            ValueError: the algorithm is neither ``"norm"`` nor ``"value"``, in letters of any case.
+        """
+        algorithm = (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm").lower()
+        if algorithm not in ("norm", "value"):
+            raise ValueError(
+                f"clip_gradients got gradient_clip_algorithm={gradient_clip_algorithm!r}; give 'norm' or 'value'."
+            )
         limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         if limit is None or limit <= 0:
             return  # as Lightning has it
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm) == "value":
+        if algorithm == "value":
             clip_to_value(gradients, limit)
         else:
             clip_to_norm(gradients, limit, self.gradient_norm(parameters))

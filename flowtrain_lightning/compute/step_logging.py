@@ -95,7 +95,9 @@ class StepLogging(L.LightningModule):
             if not kwargs.get("rank_zero_only"):
                 agreed = self.agree_on_logged(name, value)
                 value = value if kwargs.get("sync_dist") else agreed
-            super().log(name, value, *args, **({"batch_size": 1} | kwargs))
+            if kwargs.get("batch_size") is None:  # as `log_dict` gives it: Lightning would look for one in the batch
+                kwargs["batch_size"] = 1
+            super().log(name, value, *args, **kwargs)
 
     def logging_into(self, metrics: MetricAccumulator) -> AbstractContextManager[None]:
         """Inside, ``log`` collects into ``metrics``."""

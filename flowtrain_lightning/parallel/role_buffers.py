@@ -3,7 +3,7 @@
 A forward may write buffers, such as running statistics, counters or averages, and each rank of a role sees other
 samples. So one rank's buffers count: those of the first. They are what a checkpoint holds. Buffers that are not in a
 module's state dict (``persistent=False``), such as caches, belong to each rank. A forward that runs again for its
-backward writes none a second time.
+backward writes none a second time, one of padding none at all.
 """
 
 from __future__ import annotations

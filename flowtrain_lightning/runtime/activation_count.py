@@ -9,10 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from flowtrain_lightning.compute.kept_metrics import kept_metrics
 from flowtrain_lightning.data import StepPlan
 from flowtrain_lightning.data.loading.dataloader import StepLoader
 from flowtrain_lightning.packing.stage_entries import part_names, stage_name
@@ -32,16 +31,14 @@ class ActivationCount:
     again, one batch at a time, and counts. From the next one on it is known, alike on all ranks.
 
     Args:
-        module: trains.
         job: the calling rank's.
 
     Attributes:
         row_bytes: role, or stage of one -> bytes of a token, or patch.
     """
 
-    def __init__(self, module: nn.Module, job: Job) -> None:
+    def __init__(self, job: Job) -> None:
         self.row_bytes: Mapping[str, float] = MappingProxyType({})
-        self._module = module
         self._job = job
         self._trunk = job.allocation.trunk
         self._limit = job.allocation.activation_bytes
@@ -74,7 +71,7 @@ class ActivationCount:
 
     @contextmanager
     def again(self, role: str, rows: int) -> Iterator[None]:
-        """Inside, a forward runs again: what it keeps of so many tokens or patches is counted, metrics see it once."""
+        """Inside, a forward runs again: what it keeps of so many tokens or patches is counted."""
         if self._limit is None:
             yield
             return
@@ -88,12 +85,11 @@ class ActivationCount:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with kept_metrics(self._module):
-            if part in self.row_bytes or not rows:
-                yield
-                return
-            with saved_tensors_hooks(note, _same):
-                yield
+        if part in self.row_bytes or not rows:
+            yield
+            return
+        with saved_tensors_hooks(note, _same):
+            yield
         found = float(math.ceil(sum(kept.values()) / rows * _SPARE))
         self._found[part] = max(self._found.get(part, 0.0), found)
 

@@ -276,13 +276,14 @@ class Executor:
     def _compute(self, work: Work, batch: BatchUnderway, *, keep: bool, again: bool = False) -> ForwardResult:
         """A forward, by the role's method."""
         role, context, step = work.batch.role, self._context, self._step
-        method, number = self._parts[role].method, batch.batch.number
+        part, number = self._parts[role], batch.batch.number
+        method, is_padding = part.method, not again and self._rows(work, batch) == 0
         for name in batch.read.names:
             context.hand_over(batch.read.copies, batch.read.tensors(name), role, step)
         context.enter(f"forward of {method.batch_name} {number}", step)
         start = context.timeline.start()
         moved = keep and batch.batch.moves
-        with self._on_host if moved else _NOTHING:
+        with self._on_host if moved else _NOTHING, context.leaving_nothing(part.buffers) if is_padding else _NOTHING:
             outputs = method.forward(step, work.batch.member, batch.batch, batch.read, keep=keep, again=again)
         name = AGAIN if again else MOVED if moved else "forward"
         context.timeline.stop(start, role, COMPUTE, name, step.stage, step.index, number)
@@ -290,11 +291,14 @@ class Executor:
 
     def _compute_again(self, work: Work, batch: BatchUnderway) -> ForwardResult:
         """The forward of a batch of which nothing was kept."""
-        role, member, plan = work.batch.role, work.batch.member, self._step.plan
-        number = batch.batch.number
-        rows = 0 if number == PADDING else plan.length(BatchOf(role, member, number))
-        with self._parts[role].buffers.again(batch.buffers), self._parts[role].again(rows):
+        part = self._parts[work.batch.role]
+        with part.buffers.again(batch.buffers), part.again(self._rows(work, batch)), self._context.uncounted():
             return self._compute(work, batch, keep=True, again=True)
+
+    def _rows(self, work: Work, batch: BatchUnderway) -> int:
+        """Tokens or patches of a batch; none of padding."""
+        role, number = work.batch.role, batch.batch.number
+        return 0 if number == PADDING else self._step.plan.length(BatchOf(role, work.batch.member, number))
 
     def _send_gradients_before(self, role: str) -> None:
         """Begins to sum the gradients of the roles before this one, once it alone is left; in one order on all ranks.

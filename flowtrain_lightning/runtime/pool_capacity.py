@@ -175,7 +175,8 @@ class PoolCapacity:
                 ranks, alike = allocation.stage_ranks(role, stage), layout.tensor
                 slices = (ranks[first : first + alike] for first in range(0, len(ranks), alike))
                 members[slice_name(role, stage)] = tuple(slices)
-        self.context = RankContext(pool, self._compute, page, self._timeline, members)
+        uncounted = partial(kept_metrics, self._module)
+        self.context = RankContext(pool, self._compute, page, self._timeline, members, uncounted)
         if former is not None:
             former.pool.close()
 

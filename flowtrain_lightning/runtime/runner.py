@@ -123,7 +123,7 @@ class RoleRunner:
         # Without memory on a rank that does not encode.
         self._of_roles = {role: half_parameters(module, role) for role in job.allocation.roles}
         self._losses = JointLosses(module)
-        self.activations = ActivationCount(module, job)
+        self.activations = ActivationCount(job)
         # Where weights are gathered and given back, casts that are kept would stay in their place.
         whole = [role for role in self._roles if not layouts[role].gathers_weights]
         trading = [role for role in self._roles if layouts[role].expert > 1 or layouts[role].context > 1]

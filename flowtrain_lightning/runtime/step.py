@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from flowtrain_lightning.compute.copy_stream import CopyStream
 from flowtrain_lightning.compute.feature_spec import FeatureSpecs
 from flowtrain_lightning.data import StepBatch, StepPlan
 from flowtrain_lightning.packing.stage_entries import hidden_modalities, hidden_states
+from flowtrain_lightning.parallel.role_buffers import RoleBuffers
 from flowtrain_lightning.pool import Key, Pool, Reservation, StatusPage
 from flowtrain_lightning.runtime.program import StepProgram
 from flowtrain_lightning.runtime.timeline import STALL, Timeline
@@ -124,6 +126,7 @@ class RankContext:
         page: tells the other ranks what this one is doing.
         timeline: records what was done when.
         members: role -> the ranks of each of its members.
+        uncounted: inside, the user's own metrics of torchmetrics count nothing.
     """
 
     pool: Pool
@@ -131,6 +134,7 @@ class RankContext:
     page: StatusPage
     timeline: Timeline
     members: Mapping[str, Sequence[tuple[int, ...]]]
+    uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def enter(self, phase: str, step: Step) -> None:
         """Tells the other ranks what this one does from now on.
@@ -140,6 +144,12 @@ class RankContext:
             step: the step that it belongs to.
         """
         self.page.enter(phase if step.stage == "train" else f"{phase} ({step.stage})", step.index)
+
+    @contextmanager
+    def leaving_nothing(self, buffers: RoleBuffers) -> Iterator[None]:
+        """Inside, a forward that only other ranks need counts in no metric, and what it writes into buffers is lost."""
+        with self.uncounted(), buffers.again(buffers.found()):
+            yield
 
     def hand_over(self, copies: CopyStream, tensors: Iterable[Tensor | None], role: str, step: Step) -> None:
         """Lets the computing stream wait for tensors that come through the pool.

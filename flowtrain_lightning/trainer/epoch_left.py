@@ -1,4 +1,4 @@
-"""A second ``fit`` of the same Trainer goes on in the epoch that the first one left in its middle."""
+"""A ``fit`` that goes on begins in the epoch that another one left, or at the first batch of the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 import lightning as L
 
-from flowtrain_lightning.checkpoint.loop_progress import ended_in_mid_epoch, settled_progress
+from flowtrain_lightning.checkpoint.loop_progress import (
+    ended_in_mid_epoch,
+    is_at_last_batch,
+    is_between_epochs,
+    settled_progress,
+    with_batch_counted,
+)
 from flowtrain_lightning.data import FlowDataModule
 
 
@@ -36,3 +42,20 @@ class EpochLeft:
             data.load_state_dict(self._position)
             trainer.fit_loop.load_state_dict(settled_progress(self._progress))
         self._module = None
+
+
+def begin_next_epoch(trainer: L.Trainer) -> None:
+    """Lets a run that goes on after a whole epoch begin the next one at its first batch.
+
+    Called when training starts. Lightning forgets it where max_steps is given; and after a save in the hook of a last
+    batch that it could not foresee, as that of a stream.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not loop.restarting:
+        return
+    progress = trainer.fit_loop.state_dict()
+    if is_between_epochs(progress):
+        loop.restarting = False
+    elif loop.batch_progress.current.ready < trainer.num_training_batches and is_at_last_batch(progress):
+        loop.restarting = False
+        loop.on_load_checkpoint(with_batch_counted(loop.on_save_checkpoint()))  # it counts where it restarts alone

@@ -214,6 +214,33 @@ def test_an_epoch_that_ended_with_fit_is_whole_whichever_hook_saved_it(tmp_path,
         assert rest.notes.logged == [step for step in whole.notes.logged if step >= STOP], moment
 
 
+BOUNDS = [{}, {"limit_train_batches": 6}, pytest.param({"max_epochs": 2, "max_steps": -1}, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_what_a_streams_last_batch_saved_goes_on_with_the_next_epochs_first(tmp_path, bounds):
+    data = build(tmp_path, "stream")
+    settings = {"max_steps": 10, "val_check_interval": 2, **bounds}
+    keeper = ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    whole = Run(tmp_path, data, keeper, **settings).fit()
+    assert [*whole.notes.validations] == [2, 4, 7, 9], "an epoch has 5 steps, which nobody knows"
+    rest = Run(tmp_path, data, **settings).fit(tmp_path / "kept" / "step=5.ckpt")
+    assert_goes_on(whole, rest, first=6)
+    assert rest.notes.validations == {step: loss for step, loss in whole.notes.validations.items() if step > 5}
+    assert rest.notes.logged == [step for step in whole.notes.logged if step >= 5]
+
+
+@pytest.mark.parametrize("saved", [3, 5])
+def test_a_streams_epoch_ends_with_the_stream_where_a_limit_would_let_it_go_on(tmp_path, saved):
+    data = build(tmp_path, "stream")
+    settings = {"limit_val_batches": 0, "limit_train_batches": 8}
+    keeper = ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=saved, save_top_k=-1)
+    whole = Run(tmp_path, data, keeper, **settings).fit()
+    assert [epoch for epoch, *_ in whole.notes.steps.values()] == [0] * 5 + [1]
+    rest = Run(tmp_path, data, **settings).fit(tmp_path / "kept" / f"step={saved}.ckpt")
+    assert_goes_on(whole, rest, first=saved + 1)
+
+
 @pytest.mark.parametrize("plain", [pytest.param(False, marks=pytest.mark.full), True])
 def test_plain_lightning_goes_on_in_mid_epoch_from_it_too_and_back(tmp_path, plain):
     data = build(tmp_path, "files")

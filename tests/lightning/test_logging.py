@@ -38,6 +38,10 @@ class Chatty(TinyVLM):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("per_step", 2.0 * batch_idx, on_step=True, on_epoch=True)
         self.log("largest", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log_dict({"square": float(batch_idx) ** 2, "shift": batch_idx - 1.0}, on_step=True, on_epoch=True)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.log_dict({"val_square": float(batch_idx) ** 2})
 
     def on_train_epoch_end(self):
         self.log("epoch_end", float(self.trainer.current_epoch), sync_dist=True, prog_bar=True)
@@ -70,6 +74,15 @@ def test_every_rank_hears_the_numbers_that_plain_lightning_gives(layout_runs, la
     )
     for rank in layout_runs.notes(log_everywhere, layout):
         assert rank["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["auto", *FLOWTRAIN])
+def test_steps_of_which_a_hook_logs_several_values_weigh_alike_over_an_epoch(layout_runs, layout):
+    for rank in layout_runs.notes(log_everywhere, layout):
+        steps = rank["steps"] // 2  # of each of two epochs
+        of_epoch = {"square_epoch": sum(n**2 for n in range(steps)) / steps, "shift_epoch": (steps - 1) / 2 - 1}
+        assert {name: rank["metrics"][name] for name in of_epoch} == pytest.approx(of_epoch)
+        assert rank["metrics"]["val_square"] == 0.5  # of two steps
 
 
 @pytest.mark.parametrize("layout", FLOWTRAIN)

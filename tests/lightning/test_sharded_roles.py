@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
-from flowtrain_lightning.data import PackedBatch
+from flowtrain_lightning.data import PackedBatch, PackedMedia, StepBatch
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from tests.exactness.layouts import ranks_of, trainer_for
 from tests.exactness.modules import Divided
@@ -77,6 +77,37 @@ class Watched(Divided):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         weights = (weight for group in optimizer.param_groups for weight in group["params"])
         self.seen = sorted({type(weight.grad).__name__ for weight in weights if weight.grad is not None})
+
+
+class Counting(Divided):
+    """Counts samples and patches in metrics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples, self.patches = SumMetric(sync_on_compute=False), SumMetric(sync_on_compute=False)
+
+    def encode(self, media: PackedMedia) -> tuple[Tensor, ...]:
+        self.patches.update(media.patch_count)
+        return super().encode(media)
+
+    def loss(self, outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, int]:
+        self.samples.update(len(batch.cu_seqlens) - 1)
+        return super().loss(outputs, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
+        counted = [float(metric.compute()) for metric in (self.samples, self.patches)]
+        true = [len(batch.plan.samples), int(batch.plan.sizes.media_patches[batch.plan.encoded].sum())]
+        self.told = [*getattr(self, "told", []), {"counted": counted, "true": true}]
+
+
+def count(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
+    """Steps of one sample, for which most ranks have padding, and whose pictures are encoded twice."""
+    strategy = {"roles": roles, "encoder_activations": 0}
+    trainer = trainer_for(layout, strategy=strategy, max_steps=6, limit_val_batches=0, default_root_dir=folder)
+    module = Counting()
+    trainer.fit(module, tiny_data(Path(data), global_batch_size=1))
+    write_down(folder, {"steps": module.told})
+    disconnect_groups()
 
 
 def all_stages(folder: Path, *, data: str, layout: str, roles: dict[str, Any]) -> None:
@@ -151,6 +182,17 @@ def test_stages_give_what_they_give_on_whole_copies(tmp_path, data, layout, role
     (tokens, mean), (all_tokens, true_mean) = (tokens_and_mean(ranks) for ranks in (found, expected))
     assert tokens == all_tokens * (2 if roles == TENSOR else 1), "tensor ranks count the same tokens"
     assert mean == pytest.approx(true_mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("roles", [SHARDED, pytest.param({}, marks=pytest.mark.full)])
+def test_padding_and_what_is_computed_again_count_in_no_metric(tmp_path, data, roles):
+    folder = run(tmp_path, "count", "count", "colocated 2", data=data, roles=roles)
+    ranks = [rank["steps"] for rank in read_down(folder)]
+    true = [0, 0]
+    for of_ranks in zip(*ranks, strict=True):
+        true = [sum(counts) for counts in zip(true, of_ranks[0]["true"], strict=True)]
+        assert [sum(counts) for counts in zip(*(step["counted"] for step in of_ranks), strict=True)] == true
+    assert true[1] > 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

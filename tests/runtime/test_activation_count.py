@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from flowtrain_lightning import FlowTrainStrategy
@@ -117,7 +117,7 @@ def test_a_limit_in_which_one_batch_alone_has_no_room_ends_the_first_step(tmp_pa
 
 @pytest.mark.parametrize(("most", "known"), [(1e9, {"backbone": 7.0}), (2e9, {})])
 def test_a_run_that_goes_on_in_its_allocation_knows_what_batches_keep(most, known):
-    one, other = (ActivationCount(nn.Module(), SimpleNamespace(allocation=allocated(each))) for each in (1e9, most))
+    one, other = (ActivationCount(SimpleNamespace(allocation=allocated(each))) for each in (1e9, most))
     one.outdate(SimpleNamespace(row_bytes={}), ["encoder"])
     one.row_bytes = {"backbone": 7.0}
     other.load_state({**allocated(1e9).state_dict(), "activations": json.loads(json.dumps(one.state_dict()))})

@@ -231,9 +231,11 @@ class StepLoader:
     def _start_next_epoch(self) -> Iterator[SharedMemoryBatch | None] | None:
         """Go on with the next epoch where a stream was resumed at its end; None where it was not.
 
-        Lightning, too, begins the next epoch then, but with the iterator of which it has asked a batch already.
+        Lightning, too, begins the next epoch then, but with the iterator of which it has asked a batch already. It asks
+        for none ahead where it takes a limited number: there the epoch ends.
         """
-        if self.sampler.steps is not None or self.sampler.first == 0 or self._delivered_last is not None:
+        is_foreseen = self.sampler.steps is not None or self._is_limited
+        if is_foreseen or self.sampler.first == 0 or self._delivered_last is not None:
             return None
         self.sampler.set_epoch(self.sampler.epoch + 1)
         self.sampler.first = 0
