@@ -43,7 +43,7 @@ class Copy:
     def run(self, script: str) -> str:
         """What a script prints that imports the copy."""
         (self._folder / "script.py").write_text(script)
-        return run(self._folder, "PYTHONPATH=$PWD NUMBA_DISABLE_JIT=1 python script.py")
+        return run(self._folder, "PYTHONPATH=$PWD python script.py")
 
 
 def test_a_family_with_a_class_of_its_own_is_found_by_its_name(tmp_path):

@@ -52,8 +52,7 @@ def test_it_tells_of_the_machine_plans_and_trains_on_two_processes(installed, fo
         [str(installed / "flowtrain"), "plan", "--model", "qwen2-vl-2b", "--devices", "8"],
         [str(installed / "flowtrain"), *fit_arguments(folder, "config.yaml", None, 2)],
     ):
-        # In a new environment no loop is compiled yet, and two steps are not worth a minute of compiling.
-        with launch(command, log, PYTHONPATH="", NUMBA_DISABLE_JIT="1") as process:
+        with launch(command, log, PYTHONPATH="") as process:
             assert process.wait(SECONDS) == 0, log.read_text()
         if "-c" in command:
             assert str(installed.parent) in log.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ class _Process:
     Attributes:
         compiled: as machine code; none is compiled before its first call.
         seconds: that they took before.
-        looked: numba's cache did not have them, or there is no numba.
+        looked: numba's cache has been asked.
         running: one of them runs, whose time holds that of others that it calls.
         announce: is told before they are compiled.
     """
@@ -51,17 +52,23 @@ class _Process:
                 self.compile(loop)
             elif self.seconds >= _LOOK_AFTER and not self.looked:
                 self.looked = True
-                if _has_compiled(loop):
-                    self.compile(loop)
+                self.compile(loop, if_cached=True)
 
-    def compile(self, loop: _Loop) -> None:
-        """Has loops run compiled from their next call on."""
+    def compile(self, loop: _Loop, *, if_cached: bool = False) -> None:
+        """Has loops run compiled from their next call on, or only where numba's cache has some."""
+        import numba
         from numba import types
         from numba.extending import typeof_impl
 
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # as NUMBA_DISABLE_JIT says
+            self.seconds = -math.inf
+            return
+        is_cached = _has_compiled(loop)
+        if if_cached and not is_cached:
+            return
         # A compiled loop that calls another one sees what numba made of that.
         typeof_impl.register(_Loop)(lambda value, context: types.Dispatcher(value.fast))
-        if not _has_compiled(loop):
+        if not is_cached:
             self.announce(_ANNOUNCEMENT)
         self.compiled = True
 

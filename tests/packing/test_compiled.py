@@ -72,6 +72,12 @@ def test_a_process_that_packs_little_does_not_even_import_numba():
     assert subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout == "False\n"
 
 
+def test_where_numba_is_told_not_to_compile_loops_run_as_they_are():
+    command, told = [sys.executable, "-c", ANNOUNCING.format(kind="float")], {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=told)
+    assert done.stdout == ""
+
+
 @pytest.mark.full
 def test_compilation_is_announced_once_and_not_where_the_cache_has_some_of_the_loops(tmp_path):
     pytest.importorskip("numba")
