@@ -13,6 +13,7 @@ from flowtrain_lightning.allocator.late_bytes import late_bytes, late_bytes_outs
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+from flowtrain_lightning.packing.role_graph import GENERATOR
 
 LOGIT_BYTES = 12
 """Bytes per logit at the peak of the loss's backward: log-probabilities and their gradient in float32, and the logits
@@ -373,7 +374,7 @@ def _logit_bytes(problem: RoleProblem, family: Family) -> float:
 
 def _feature_bytes(problem: RoleProblem, family: Family) -> float:
     """Bytes in the pool per encoder token: a feature, and its gradient where the encoder trains; others hold few."""
-    if not problem.makes_features:
+    if problem.is_trunk or problem.role == GENERATOR:
         return 0.0
     width, per_token = problem.half.result
     return width * per_token * problem.precision.computing * (1 + problem.half.trains) / family.tensor

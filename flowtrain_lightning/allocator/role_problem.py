@@ -16,7 +16,7 @@ from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forw
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningError, Recompute, Sharding
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 from flowtrain_lightning.packing.bin_packing import best_fit
-from flowtrain_lightning.packing.role_graph import BACKBONE, GENERATOR
+from flowtrain_lightning.packing.role_graph import BACKBONE
 from flowtrain_lightning.packing.stage_schedule import Schedule
 
 
@@ -245,11 +245,6 @@ class RoleProblem:
     def is_trunk(self) -> bool:
         """Whether it reads the tokens, and what roles that encode make of media."""
         return self.role == Problems.trunk
-
-    @property
-    def makes_features(self) -> bool:
-        """Whether others read what it makes of media."""
-        return not self.is_trunk and self.role != GENERATOR
 
     @property
     def batches_in_flight(self) -> float:

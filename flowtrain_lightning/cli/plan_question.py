@@ -83,7 +83,7 @@ class PlanQuestion:
         sizes = sizes_of(self.workload) if self.data is None else read_sizes(self.data, modalities)
         cost, media_costs = (DEFAULT_COST, {}) if profile is None else (profile.cost, profile.media_costs)
         steps = steps_of(self.workload, sizes, cost, media_costs)
-        return PlanSimulator(self.problems, steps)
+        return PlanSimulator(self.problems, steps, encoder_activations=self.workload.encoder_activations)
 
     def answer(self) -> Choices:
         """The plans to show.

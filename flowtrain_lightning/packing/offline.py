@@ -254,10 +254,8 @@ def _encode(
     if not len(media):
         return tuple(() for _ in range(settings.encoder_ranks)), {}
     member, position = reader % settings.ranks, reader // settings.ranks
-    source, everyone = (
-        encoded_as(alike, member, position, np.ones(len(media), np.int64), local=False),
-        np.arange(len(media)),
-    )
+    everyone, each = np.arange(len(media)), np.ones(len(media), np.int64)
+    source = encoded_as(alike, member, position, each, local=False)
     own = everyone if source is None else np.flatnonzero(source == everyone)
     batches = pack_encoder_batches(media_cost[media], member, position, own, members=settings.encoder_ranks)
     others = {} if source is None else {int(media[n]): int(media[source[n]]) for n in everyone if source[n] != n}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems
+from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing import PackingError
 from flowtrain_lightning.placement.cluster_part import part_of
 from flowtrain_lightning.placement.drawn_steps import DrawnSteps, FilledSteps
@@ -34,11 +35,13 @@ class PlanSimulator:
         problems: role -> what was planned for.
         steps: drawn from the data.
         most_ranks: see `MOST_RANKS`.
+        encoder_activations: encoder batches whose activations each rank keeps.
     """
 
     problems: Problems
     steps: DrawnSteps | FilledSteps
     most_ranks: int = MOST_RANKS
+    encoder_activations: int = ENCODER_BATCHES_IN_FLIGHT
 
     def simulated(self, plans: Sequence[ModelledPlan]) -> list[ModelledPlan]:
         """The plans with simulated times; as they are where the simulator does not play them."""
@@ -76,8 +79,7 @@ class PlanSimulator:
     def _played(self, allocation: Allocation, costs: ModelledLayoutCosts) -> Simulation:
         part, share = part_of(allocation, self.most_ranks)
         steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
-        kept = max((self.problems[role].load.batches_in_flight for role in self.problems.encoders), default=1)
-        return simulate(steps.packed(part), part, costs, kept)
+        return simulate(steps.packed(part), part, costs, self.encoder_activations)
 
 
 def _timed_as(plan: ModelledPlan, other: ModelledPlan) -> ModelledPlan:
