@@ -36,10 +36,11 @@ from flowtrain_lightning.parallel.blocks import recompute_in_backward, repeated_
 from flowtrain_lightning.parallel.experts.expert_parallel import experts_of
 from flowtrain_lightning.parallel.gradients import local_part
 from flowtrain_lightning.parallel.halves import half_parameters, half_trains
-from flowtrain_lightning.parallel.layouts import make_engine, make_groups
+from flowtrain_lightning.parallel.layouts import make_engine
 from flowtrain_lightning.parallel.ranks.cross_group import CrossGroup
 from flowtrain_lightning.parallel.ranks.groups import Groups
 from flowtrain_lightning.parallel.ranks.job_secret import JobKey
+from flowtrain_lightning.parallel.role_groups import make_groups
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
 from flowtrain_lightning.placement.meta_device import MetaTensorMode, copy_on_meta
 

@@ -104,8 +104,8 @@ def test_a_layout_is_planned_and_trained(tmp_path):
     )
     copy.change(
         "parallel/layouts.py",
-        "from flowtrain_lightning.ports",
-        "from flowtrain_lightning.parallel.twins import Twins\nfrom flowtrain_lightning.ports",
+        "\n_PRECISION",
+        "from flowtrain_lightning.parallel.twins import Twins\n\n_PRECISION",
     )
     copy.change(
         "parallel/layouts.py",

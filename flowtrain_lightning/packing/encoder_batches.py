@@ -227,7 +227,22 @@ def _deal(
             best = near
         rank_of[item] = best
         encoded[best] += costs[item]
-    load = encoded + busy
+    _rebalance(rank_of, costs, order, encoded + busy, busy)
+    return rank_of
+
+
+@compiled
+def _rebalance(rank_of: IntArray, costs: FloatArray, order: IntArray, load: FloatArray, busy: FloatArray) -> None:
+    """Moves media items from the rank with the most to do to that with the least, until that gains nothing more.
+
+    Args:
+        rank_of: ``[media items]`` the encoder rank of each; changed in place.
+        costs: ``[media items]`` encoder cost.
+        order: ``[media items]`` in which they were dealt.
+        load: ``[ranks]`` what each has to do; changed in place.
+        busy: ``[ranks]`` what of it is not encoding.
+    """
+    ranks = len(load)
     for _ in range(_SWAPS * ranks):
         top, low, total = -1, 0, 0.0
         for rank in range(ranks):
@@ -246,7 +261,6 @@ def _deal(
             break
         load[top] -= moved
         load[low] += moved
-    return rank_of
 
 
 @compiled

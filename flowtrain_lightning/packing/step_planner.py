@@ -77,23 +77,15 @@ def plan_step(
     _refuse_bad_samples(sizes, samples, token_budget)
     if not members.local:
         _refuse_other_modalities(sizes, members)
-    trunk, graph, stages = members.trunk, members.graph, members.pipeline.stages
+    trunk, graph, models = members.trunk, members.graph, media_costs or {}
     if microbatches is None:
-        given: dict[str, Any] = {"token_budget": token_budget, "cost": cost, "sync_every": sync_every}
-        if stages > 1:
-            microbatches = pack_for_stages(sizes.tokens, ranks=members.counts[trunk], stages=stages, **given)
-        else:
-            microbatches = pack_microbatches(sizes.tokens, ranks=members.counts[trunk], **given)
-    models = media_costs or {}
+        microbatches = _packed(sizes, members, token_budget, cost, sync_every)
     of_all = _cost_of_each(sizes, members, cost, models)
     of_encoded = of_all.copy()
     of_encoded[generated_items(sizes, graph)] = 0.0
-    is_known = all(role in models for role in members.producers)
-    if not is_known or members.local or members.colocated or not graph.is_simple or stages > 1:
-        # A rank with both roles never waits for itself, so little is to be gained by a search; and a search would
-        # have to compare what media cost one encoder with what others cost another, and knows no stages.
+    if members.local or any(role not in models for role in members.producers) or not _can_be_searched(members):
         microbatches = _by_media(microbatches, sizes, None if graph.is_simple else of_encoded)
-        if stages > 1:
+        if members.pipeline.stages > 1:
             microbatches = cheap_ends(microbatches, sizes.tokens, cost)
     else:
         encoding = sum(members.counts[role] for role in members.producers)
@@ -108,12 +100,7 @@ def plan_step(
     if members.local:  # features come in the order of the samples there, however many batches they are of
         microbatches = _by_source(microbatches, batches, sizes, shared)
         batches = {role: divided_by_modality(own, sizes) for role, own in batches.items()}
-    batches = {
-        role: within_budget(
-            divided_by_readers(own, read) if role in graph.producers else own, sizes.media_patches, encoder_budget
-        )
-        for role, own in batches.items()
-    }
+    batches = _cut(batches, read, encoder_budget)
     if not members.local:
         microbatches = _by_source(microbatches, batches, sizes, shared)
     plan = StepPlan(samples, sizes, {trunk: microbatches, **batches}, graph, shared)
@@ -123,6 +110,33 @@ def plan_step(
 def sync_every_of(members: StepMembers) -> SyncEvery:
     """How often members of the trunk wait for each other, as their layout has it."""
     return "microbatch" if members.meeting(members.trunk).passes else "step"
+
+
+def _packed(
+    sizes: SampleSizes, members: StepMembers, token_budget: int, cost: CostModel, sync_every: SyncEvery
+) -> Batches:
+    """As few microbatches as hold the samples; where the trunk has stages, as many as keep these busy."""
+    ranks, stages = members.counts[members.trunk], members.pipeline.stages
+    given: dict[str, Any] = {"token_budget": token_budget, "cost": cost, "sync_every": sync_every}
+    if stages > 1:
+        return pack_for_stages(sizes.tokens, ranks=ranks, stages=stages, **given)
+    return pack_microbatches(sizes.tokens, ranks=ranks, **given)
+
+
+def _can_be_searched(members: StepMembers) -> bool:
+    """Whether the shortest order of positions can be searched, and is worth it.
+
+    A rank with both roles never waits for itself, so little is to be gained; and a search would have to compare what
+    media cost one encoder with what others cost another, and knows no stages.
+    """
+    return not members.colocated and members.graph.is_simple and members.pipeline.stages == 1
+
+
+def _cut(batches: Mapping[str, Batches], plan: StepPlan, encoder_budget: int) -> dict[str, Batches]:
+    """The same batches within the encoder's budget; what several microbatches read is in batches of its own."""
+    apart = {role: divided_by_readers(own, plan) for role, own in batches.items() if role in plan.graph.producers}
+    patches = plan.sizes.media_patches
+    return {role: within_budget(apart.get(role, own), patches, encoder_budget) for role, own in batches.items()}
 
 
 def _batch_costs(

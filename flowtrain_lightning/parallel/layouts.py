@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,12 +32,11 @@ from flowtrain_lightning.parallel.experts.tokens_of_experts import divide_tokens
 from flowtrain_lightning.parallel.fully_shard import FullyShardedHalf, shard_repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, absent_parameters, held_parameters
 from flowtrain_lightning.parallel.offloading import ActivationsOnHost
-from flowtrain_lightning.parallel.ranks.groups import Groups
 from flowtrain_lightning.parallel.replicate import ReplicatedHalf
+from flowtrain_lightning.parallel.role_groups import RoleGroups
 from flowtrain_lightning.parallel.stages.staged_half import StagedHalf
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.tensor_plan import divide_layers
-from flowtrain_lightning.ports import shut_at_the_end
 
 _PRECISION = {
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -48,85 +46,6 @@ _PRECISION = {
 
 Fill = Callable[[Callable[[nn.Parameter], None] | None], None]
 """Gives weights without memory their numbers, whole or in parts, and calls its argument with each that has got them."""
-
-
-@dataclass(frozen=True)
-class RoleGroups:
-    """The groups in which the ranks of one role compute with its half, and sum its gradients.
-
-    Attributes:
-        all: those that hold the same layers, where they do not meet in the mesh or are only some of the default group;
-            None is the default group.
-        mesh: of its ranks as `_mesh` arranges them; None for whole copies without tensor ranks.
-        replicas: the ranks that hold the same shards in other shard groups, where these are summed after the last
-            backward and not during it.
-        context: the ranks that share sequences, where ranks do.
-        experts: the same ranks as ``mesh``, those that share experts in the last dimension; None where none do. Tensor
-            ranks do: each has tokens of its own there, so that experts are divided among them as among data ranks.
-        column: the ranks of all stages that compute on the same samples with the same share of every layer; None
-            without stages.
-        ends: those of the first and the last stage among them; None on other stages, and without stages.
-    """
-
-    all: dist.ProcessGroup | None
-    mesh: DeviceMesh | None
-    replicas: dist.ProcessGroup | None
-    context: dist.ProcessGroup | None
-    experts: DeviceMesh | None
-    column: dist.ProcessGroup | None = None
-    ends: dist.ProcessGroup | None = None
-
-
-def make_groups(
-    role: str, layout: Layout, groups: Groups, device_type: str, *, waits_for_others: bool, has_experts: bool
-) -> RoleGroups:
-    """Makes the groups of a role. Every rank of the default group calls it, for the same roles in the same order.
-
-    Args:
-        role: which one.
-        layout: see `make_engine`.
-        groups: of the calling rank.
-        device_type: see `make_engine`.
-        waits_for_others: some shard groups of the role are done when others are, others long before: a sum over them
-            inside of a backward would wait for what the same ranks have yet to do.
-        has_experts: the role's half has mixtures of experts, which ranks can share.
-    """
-    ranks = groups.ranks_of(role)
-    own = groups.role_rank in ranks
-    if layout.pipeline > 1:
-        return _stage_groups(role, layout, groups, device_type)
-    mesh = _mesh(layout, ranks, device_type) if layout.shard == "fsdp" or layout.tensor > 1 else None
-    sums_late = own and mesh is not None and waits_for_others and layout.replicas > 1
-    return RoleGroups(
-        all=groups.of_role(role) if mesh is None or len(ranks) < groups.role_ranks else None,
-        mesh=mesh,
-        replicas=mesh.get_group("replica") if sums_late and mesh is not None else None,
-        context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
-        experts=_expert_mesh(layout, ranks, device_type) if has_experts and layout.expert_ranks > 1 else None,
-    )
-
-
-def _stage_groups(role: str, layout: Layout, groups: Groups, device_type: str) -> RoleGroups:
-    """The groups of a role in stages, of which each has a mesh and a group of its own."""
-    ranks = groups.ranks_of(role)
-    own = groups.role_rank in ranks
-    mesh, arranged = _mesh(layout, ranks, device_type), torch.tensor(ranks).view(layout.pipeline, -1)
-    ends = None
-    with shut_at_the_end():
-        for first, last in zip(arranged[0].tolist(), arranged[-1].tolist(), strict=True):
-            pair = dist.new_group([first, last])
-            ends = pair if groups.role_rank in (first, last) else ends
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return RoleGroups(
-        all=groups.of_role(role, layout.pipeline),
-        mesh=mesh[names[1:]] if own else mesh,
-        replicas=None,
-        context=_context_group(layout, ranks, device_type, own) if layout.context > 1 else None,
-        experts=None,
-        column=mesh.get_group(names[0]) if own else None,
-        ends=ends,
-    )
 
 
 def make_engine(
@@ -167,7 +86,6 @@ def make_engine(
     """
     on_host = ActivationsOnHost(pinned=device_type != "cpu") if offload in ("activations", "all") else None
     modules = {path: module.get_submodule(path) for path in module.halves[role]}
-    mesh, stage = groups.mesh, module.held_stages.get(role) if layout.pipeline > 1 else None
     experts = [] if groups.experts is None else experts_of(modules.values())
     if groups.experts is not None:
         divide_adapters(modules.values(), groups.experts)
@@ -181,28 +99,13 @@ def make_engine(
         engine = _deepspeed_half(modules, layout, groups, on_host, offload == "optimizer", device_type, fill)
     elif layout.shard == "replicate":
         fill(None)
-        # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
-        group = groups.all if mesh is None else mesh.get_group("data")
-        if groups.experts is None:
-            engine = ReplicatedHalf(held_parameters(module, role), group, early=early, activations=on_host)
-        else:
-            copies = groups.experts.get_group("replica")
-            engine = _expert_half(held_parameters(module, role), experts, group, copies, on_host)
+        engine = _replicated_half(held_parameters(module, role), experts, groups, on_host, early)
     else:
-        assert mesh is not None
-        dims = ("replica", "shard") if layout.replicas > 1 and groups.replicas is None else ("shard",)
-        wrap = getattr(module, f"parallelize_{role}", partial(shard_repeated_blocks, list(modules.values())))
-
-        def wrap_experts_too(*args: Any, **settings: Any) -> None:
-            if groups.experts is not None:
-                shard_experts(experts, groups.experts[dims], **settings)
-            wrap(*args, **settings)
-
         engine = FullyShardedHalf(
             modules,
-            mesh[dims],
+            _shards_of(layout, groups, groups.mesh),
             replicas=groups.replicas,
-            wrap=wrap_experts_too,
+            wrap=_wrapping(module, role, layout, groups, modules, experts),
             fill=partial(fill, None),
             absent=absent_parameters(module, role),
             precision=_PRECISION.get(precision),
@@ -210,18 +113,7 @@ def make_engine(
             offload_parameters=offload in ("weights", "all"),
             activations=on_host,
         )
-    if stage is not None:
-        assert groups.column is not None
-        held = dict(module.named_parameters())
-        ties = [held[name] for name in stage.ties if name not in stage.absent]
-        engine = StagedHalf(engine, ties, groups.ends, groups.column, counts=stage.stage == 0)
-    if layout.tensor > 1:
-        assert mesh is not None
-        engine = TensorParallelHalf(engine, summed, mesh["tensor"], _named(module, engine.parameters))
-    if groups.context is not None:
-        names, sums = _named(module, engine.parameters), layout.shard == "fsdp"
-        engine = ContextParallelHalf(engine, groups.context, names, sums_in_backward=sums)
-    return engine
+    return _within_its_rank(engine, module, role, layout, groups, summed)
 
 
 def _divide_layers(
@@ -242,6 +134,71 @@ def _divide_layers(
     plan, elsewhere = module.tensor_plan(role, layout.tensor), [stage.computes_elsewhere] if stage else []
     summed = divide_layers(modules, plan, mesh, *elsewhere)
     return [*dict.fromkeys([*summed, *divide_tokens_of_experts(modules.values(), experts, mesh)])]
+
+
+def _shards_of(layout: Layout, groups: RoleGroups, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The ranks of a mesh that hold a share each; HSDP's copies of these too, where FSDP2 sums over them by itself."""
+    assert mesh is not None
+    return mesh[("replica", "shard") if layout.replicas > 1 and groups.replicas is None else ("shard",)]
+
+
+def _wrapping(
+    module: HalvedModule,
+    role: str,
+    layout: Layout,
+    groups: RoleGroups,
+    modules: dict[str, nn.Module],
+    experts: list[nn.Module],
+) -> Callable[..., None]:
+    """What puts FSDP2 onto the half, the user's ``parallelize_<role>`` if there is one; experts by their own ranks."""
+    wrap = getattr(module, f"parallelize_{role}", partial(shard_repeated_blocks, list(modules.values())))
+    if groups.experts is None:
+        return wrap
+    shards = _shards_of(layout, groups, groups.experts)
+
+    def wrap_experts_too(*args: Any, **settings: Any) -> None:
+        shard_experts(experts, shards, **settings)
+        wrap(*args, **settings)
+
+    return wrap_experts_too
+
+
+def _replicated_half(
+    parameters: list[nn.Parameter],
+    experts: list[nn.Module],
+    groups: RoleGroups,
+    activations: ActivationsOnHost | None,
+    early: bool,
+) -> HalfEngine:
+    """A half of whole copies."""
+    # No mesh of one dimension: it would be the default group, in which early sums could meet other collectives.
+    group = groups.all if groups.mesh is None else groups.mesh.get_group("data")
+    if groups.experts is None:
+        return ReplicatedHalf(parameters, group, early=early, activations=activations)
+    return _expert_half(parameters, experts, group, groups.experts.get_group("replica"), activations)
+
+
+def _within_its_rank(
+    engine: HalfEngine,
+    module: HalvedModule,
+    role: str,
+    layout: Layout,
+    groups: RoleGroups,
+    summed: list[tuple[nn.Module, str]],
+) -> HalfEngine:
+    """Adds what ranks share that stand for one data-parallel rank together: stages, layers and sequences."""
+    if layout.pipeline > 1:
+        assert groups.column is not None
+        stage, held = module.held_stages[role], dict(module.named_parameters())
+        ties = [held[name] for name in stage.ties if name not in stage.absent]
+        engine = StagedHalf(engine, ties, groups.ends, groups.column, counts=stage.stage == 0)
+    if layout.tensor > 1:
+        assert groups.mesh is not None
+        engine = TensorParallelHalf(engine, summed, groups.mesh["tensor"], _named(module, engine.parameters))
+    if groups.context is not None:
+        names, sums = _named(module, engine.parameters), layout.shard == "fsdp"
+        engine = ContextParallelHalf(engine, groups.context, names, sums_in_backward=sums)
+    return engine
 
 
 def _named(module: HalvedModule, parameters: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -284,39 +241,3 @@ def _deepspeed_half(
     return DeepSpeedHalf(
         modules, groups.all, device, stage=stage, activations=activations, optimizer_on_host=optimizer_on_host
     )
-
-
-def _mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
-    """The ranks of the role within the default group: stages, those that see other tokens, neighbours of a layer."""
-    data = {"data": layout.data * layout.context}
-    if layout.shard == "fsdp":
-        replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
-        data = {**replicas, "shard": layout.data // layout.replicas * layout.context}
-    stages = {"stage": layout.pipeline} if layout.pipeline > 1 else {}
-    sizes = {**stages, **data, **({"tensor": layout.tensor} if layout.tensor > 1 else {})}
-    with shut_at_the_end():
-        return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _expert_mesh(layout: Layout, ranks: list[int], device_type: str) -> DeviceMesh:
-    """The ranks of the role within the default group: those that hold the same experts, then those that share all.
-
-    These are neighbouring data-parallel ranks, within a shard group, with all of their tensor ranks.
-    """
-    each = layout.data // layout.replicas // layout.expert
-    degrees = (layout.replicas, each, layout.expert, layout.context, layout.tensor)
-    arranged = torch.tensor(ranks).view(degrees).transpose(2, 3)
-    sizes = {"replica": layout.replicas * each * layout.context, EXPERT: layout.expert_ranks}
-    if layout.shard == "fsdp":
-        replicas = {"replica": layout.replicas} if layout.replicas > 1 else {}
-        sizes = {**replicas, "shard": each * layout.context, EXPERT: layout.expert_ranks}
-    with shut_at_the_end():
-        return DeviceMesh(device_type, arranged.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _context_group(layout: Layout, ranks: list[int], device_type: str, own: bool) -> dist.ProcessGroup | None:
-    """The ranks that share this one's sequences and its share of every layer; None on a rank of another role."""
-    arranged = torch.tensor(ranks).view(layout.pipeline * layout.data, layout.context, layout.tensor)
-    with shut_at_the_end():
-        mesh = DeviceMesh(device_type, arranged, mesh_dim_names=("data", "context", "tensor"))
-    return mesh.get_group("context") if own else None

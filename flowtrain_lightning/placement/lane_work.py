@@ -41,24 +41,8 @@ def lane_work(
     trunk, behind = allocation.trunk, allocation.graph.behind
     parts = {role: part_names(role, members.pipeline_of(role)) for role in (trunk, *behind, *producers)}
     producing = [name for role in producers for name in parts[role]]
-    rules = StepRules(
-        {
-            name: allocation.members_in_stage(role, stage)
-            for role, names in parts.items()
-            for stage, name in enumerate(names)
-        },
-        [
-            edge._replace(producer=producer, consumer=consumer)
-            for edge in allocation.graph.edges
-            for producer in parts[edge.producer]
-            for consumer in parts[edge.consumer]
-        ],
-        in_flight=({trunk: most_open(members)} if behind else {}) | dict.fromkeys(producing, kept_batches),
-        stages={name: stage for stage, name in enumerate(parts[trunk]) if trunk in members.pipelines},
-        pipeline=members.pipeline,
-        meets={name: allocation.meets[role] for role, names in parts.items() for name in names},
-        steps_ahead=STEPS_AHEAD if allocation.works_ahead and not costs.encoder_trains else 0,
-    )
+    works_ahead = allocation.works_ahead and not costs.encoder_trains
+    rules = _rules(allocation, members, parts, kept_batches, works_ahead)
     seconds = {
         name: _priced(plans, costs, role, name)
         for role in parts
@@ -84,6 +68,36 @@ def lane_work(
             }
         )
     return works, rules
+
+
+def _rules(
+    allocation: Allocation,
+    members: StepMembers,
+    parts: Mapping[str, Sequence[str]],
+    kept_batches: int,
+    works_ahead: bool,
+) -> StepRules:
+    """The rules by which lanes wait for each other, a lane for each part of a role: its stages, or the role itself."""
+    trunk, behind = allocation.trunk, allocation.graph.behind
+    producing = [name for role in allocation.producers for name in parts[role]]
+    return StepRules(
+        {
+            name: allocation.members_in_stage(role, stage)
+            for role, names in parts.items()
+            for stage, name in enumerate(names)
+        },
+        [
+            edge._replace(producer=producer, consumer=consumer)
+            for edge in allocation.graph.edges
+            for producer in parts[edge.producer]
+            for consumer in parts[edge.consumer]
+        ],
+        in_flight=({trunk: most_open(members)} if behind else {}) | dict.fromkeys(producing, kept_batches),
+        stages={name: stage for stage, name in enumerate(parts[trunk]) if trunk in members.pipelines},
+        pipeline=members.pipeline,
+        meets={name: allocation.meets[role] for role, names in parts.items() for name in names},
+        steps_ahead=STEPS_AHEAD if works_ahead else 0,
+    )
 
 
 def _priced(plans: Sequence[StepPlan], costs: LayoutCosts, role: str, part: str) -> Callable[[IntArray], PassTimes]:

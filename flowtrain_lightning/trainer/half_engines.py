@@ -19,8 +19,9 @@ from flowtrain_lightning.parallel.context_parallel import ContextParallelHalf
 from flowtrain_lightning.parallel.deepspeed.deepspeed_half import DeepSpeedHalf
 from flowtrain_lightning.parallel.experts.expert_parallel import experts_of
 from flowtrain_lightning.parallel.halves import fill_half, half_tensors, without_absent_halves
-from flowtrain_lightning.parallel.layouts import RoleGroups, make_engine, make_groups
+from flowtrain_lightning.parallel.layouts import make_engine
 from flowtrain_lightning.parallel.replicate import broadcast_copies
+from flowtrain_lightning.parallel.role_groups import RoleGroups, make_groups
 from flowtrain_lightning.parallel.tensor_parallel import TensorParallelHalf
 from flowtrain_lightning.parallel.weight_marks import keeping_marks
 from flowtrain_lightning.runtime.job import Job
