@@ -81,8 +81,8 @@ def problems(
 
 
 def timed(problem: RoleProblem, layout: Layout, recompute: Recompute = "none", interleave: int = 1) -> RoleTime:
-    """Time of one role's part of a step."""
-    return role_time(problem, family_of(layout, recompute), interleave)
+    """Time of one role's part of a step, whose stages have as many layers each."""
+    return role_time(problem, replace(family_of(layout, recompute), balanced=False), interleave)
 
 
 def optimus(reached: Coefficients = FUSED) -> list[Prediction]:

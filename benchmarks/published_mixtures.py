@@ -101,7 +101,8 @@ class PublishedMixture:
     @property
     def error(self) -> float:
         """By how much of the published time the predicted one is longer."""
-        return float(role_time(self.problem, self.family, self.chunks).total[0]) / self.seconds - 1
+        even = replace(self.family, balanced=False)
+        return float(role_time(self.problem, even, self.chunks).total[0]) / self.seconds - 1
 
     @property
     def of_a_layer(self) -> float:

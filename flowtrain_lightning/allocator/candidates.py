@@ -290,8 +290,8 @@ def why_undividable(problem: RoleProblem, tensor: int, pipeline: int, context: i
         if part.experts is not None and part.experts.count % (tensor * expert):
             ranks = f"{expert} expert x {tensor} tensor ranks"
             return f"The {role}'s experts, {part.experts.count}, cannot be divided among {ranks}."
-    if depth % pipeline:
-        return f"The {role}'s {depth} layers cannot be divided evenly among {pipeline} pipeline stages."
+    if depth < pipeline:
+        return f"The {role}'s {depth} layers cannot be divided among {pipeline} pipeline stages."
     if context > 1 and not problem.is_trunk:
         return f"The {role} has context {context}, but no media item is shared among ranks."
     reasons = (why_heads_cannot_be_shared(role, part.heads, tensor, context) for part in layers)

@@ -10,9 +10,10 @@ from flowtrain_lightning.allocator.description import Half
 from flowtrain_lightning.allocator.division import Division, division, experts_share, parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.late_bytes import late_bytes, late_bytes_outside
-from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
+from flowtrain_lightning.allocator.module_parts import Dense, Layers
 from flowtrain_lightning.allocator.role_layout import Recompute
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
+from flowtrain_lightning.allocator.stage_layers import layers_of_stages, parameters_of_a_stage
 from flowtrain_lightning.packing.role_graph import GENERATOR
 
 LOGIT_BYTES = 12
@@ -90,7 +91,7 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
         microbatches: ``[layouts]`` microbatches of a replica and step.
     """
     half, precision = problem.half, problem.precision
-    here = _parameters_of_a_stage(half, family)
+    here = parameters_of_a_stage(problem, family)
     trains = half.trainable_parameters / max(1, half.parameters)
 
     def kept(what: str, width: float) -> FloatArray:
@@ -116,7 +117,7 @@ def memory_use(problem: RoleProblem, family: Family, tokens: FloatArray, microba
         replace(use, weights=weights + gathered, gradients=gradients + share * unreduced)
         for gathered, unreduced in _gathered_bytes(problem, family)
     )
-    left = np.maximum(_in_flight(problem, family, microbatches) - 1, 0) * _kept_bytes(problem, family, tokens)
+    left = np.maximum(_in_flight(problem, family, microbatches) - 1, 0) * _kept_bytes(problem, family, tokens)[0]
     return computing.or_if_more(replace(ending, activations=left, logits=np.zeros_like(logits)))
 
 
@@ -142,7 +143,7 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[tuple[float, 
 def _batch_bytes(
     problem: RoleProblem, family: Family, tokens: FloatArray, microbatches: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Activations, logits and features on the fuller of a pipeline's first and last stage.
+    """Activations, logits and features on the fullest stage of a pipeline.
 
     The first stage holds the most microbatches, the last one holds one and the logits. These are gone when the last
     layer's backward begins, as is what was kept outside of layers, so that what a layer works with takes their place.
@@ -154,14 +155,18 @@ def _batch_bytes(
     features = in_flight * tokens * _feature_bytes(problem, family)
     more = np.maximum(logits - working, 0.0)
     if family.schedule != "1f1b":
-        first, last = _bytes_of_split_stages(problem, family, tokens, in_flight * kept, in_flight)
+        first, last = _bytes_of_split_stages(problem, family, tokens, in_flight * kept.max(axis=0), in_flight)
         at_first = first >= last + more
         return np.where(at_first, first, last) + working, np.where(at_first, 0.0, more), features
-    at_first_stage, at_last = (np.minimum(each * kept, family.activation_bytes) for each in (in_flight, 1.0))
     if family.pipeline == 1:
-        return at_first_stage + working, more, features
-    at_first = at_first_stage - at_last >= more
-    return np.where(at_first, at_first_stage, at_last) + working, np.where(at_first, 0.0, more), features
+        return np.minimum(in_flight * kept[0], family.activation_bytes) + working, more, features
+    open_in_stage = np.array([np.minimum(in_flight, family.pipeline - stage) for stage in range(family.pipeline)])
+    if not problem.load.fills_stages:
+        open_in_stage[:] = in_flight
+    before_last = np.minimum((open_in_stage * kept).max(axis=0), family.activation_bytes)
+    at_last = np.minimum(kept[-1], family.activation_bytes)
+    at_first = before_last - at_last >= more
+    return np.where(at_first, before_last, at_last) + working, np.where(at_first, 0.0, more), features
 
 
 def _bytes_of_split_stages(
@@ -182,7 +187,8 @@ def _bytes_of_split_stages(
     """
     half, width = problem.half, problem.precision.computing
     casts = problem.precision.copies > 0 and problem.precision.eager
-    layers = sum(part.count * late_bytes(part, width, casts) for part in half.layers) / family.pipeline
+    most = layers_of_stages(problem, family).max() / half.depth
+    layers = sum(part.count * late_bytes(part, width, casts) for part in half.layers) * most
     number = next(number for number, part in enumerate(half.parts) if isinstance(part, Layers))
     before, behind = (
         sum(late_bytes_outside(part, width) for part in parts) for parts in (half.parts[:number], half.parts[number:])
@@ -202,10 +208,11 @@ def _in_flight(problem: RoleProblem, family: Family, microbatches: FloatArray) -
 
 
 def _kept_bytes(problem: RoleProblem, family: Family, tokens: FloatArray) -> FloatArray:
-    """Bytes on the device that a microbatch keeps from its forward to its backward."""
-    kept = kept_activations(problem, family) * tokens / family.pipeline
+    """``[stages, layouts]`` bytes on the device that a microbatch keeps from its forward to its backward."""
+    layers = layers_of_stages(problem, family) if family.pipeline > 1 else np.array([max(1.0, problem.half.depth)])
+    kept = np.outer(layers / layers.sum(), kept_activations(problem, family) * tokens)
     if family.host_activations:
-        kept = kept * min(1.0, GATHERED_LAYERS * family.pipeline / max(1, problem.half.depth))
+        kept = kept * np.minimum(1.0, GATHERED_LAYERS / layers)[:, None]
     return kept
 
 
@@ -276,19 +283,6 @@ def outside_bytes(half: Half, part: Dense, width: int) -> float:
         last = before[-1]
         return inputs * part.trainable + last.hidden * _norm_bytes(last, width)
     return inputs * (int(part.trainable) + bool(before and isinstance(before[-1], Dense)))
-
-
-def _parameters_of_a_stage(half: Half, family: Family) -> float:
-    """Parameters on a device of the fullest stage."""
-
-    def here(part: Part) -> float:
-        return parameters_of_rank(half, part, family.tensor)
-
-    if family.pipeline == 1:
-        return sum(map(here, half.parts))
-    most = -(-half.depth // family.pipeline) / max(1, half.depth)
-    ends = max((here(part) for part in half.parts if not isinstance(part, Layers)), default=0.0)
-    return sum(map(here, half.layers)) * most + ends
 
 
 def _gathered_parameters(half: Half, part: Layers, family: Family) -> float:

@@ -135,6 +135,8 @@ class Family:
         offload: what lies in the host's memory, beside what the precision says of it.
         schedule: in which order stages work.
         activation_bytes: that a rank may keep for backwards.
+        balanced: stages are cut by what they take, as training cuts them; else they have as many layers each, as in
+            systems whose times are published.
     """
 
     data: FloatArray
@@ -148,6 +150,7 @@ class Family:
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
     activation_bytes: float = math.inf
+    balanced: bool = True
 
     @property
     def replica(self) -> int:

@@ -13,6 +13,7 @@ from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 from flowtrain_lightning.allocator.sharing_time import sharing_time
+from flowtrain_lightning.allocator.stage_layers import layers_of_stages, parameters_of_a_stage
 from flowtrain_lightning.allocator.stages import seconds_between_stages
 from flowtrain_lightning.packing.stage_microbatches import wanted_microbatches
 from flowtrain_lightning.packing.stage_schedule import Schedule
@@ -135,14 +136,19 @@ def _stage_seconds(
     """One microbatch on the slowest stage, and sending its activations and gradients on."""
     if family.pipeline == 1:
         return once.total, np.zeros_like(tokens)
-    slowest = once.layer * _layers_of_a_stage(once, family.pipeline, interleave)
+    if family.balanced:
+        layers = layers_of_stages(problem, family)
+        last = -1 if family.schedule != "zb-v" else 0
+        slowest = np.maximum(once.layer * layers.max(), once.layer * layers[last] + once.ends)
+    else:
+        slowest = once.layer * _most_layers_if_even(once, family.pipeline, interleave)
     return slowest, 2 * interleave * seconds_between_stages(problem, family, tokens)
 
 
-def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArray:
+def _most_layers_if_even(once: PassTime, stages: int, interleave: int) -> FloatArray:
     """Time of the slowest stage in layers: stages have as many of them, as far as they divide, and the last the head.
 
-    Systems cut so by themselves; that the head is worth some layers is what makes the others wait.
+    Other systems cut so by themselves; that the head is worth some layers is what makes their other stages wait.
     """
     layers, ends = (once.total - once.ends) / once.layer, once.ends / once.layer
     each = interleave * np.ceil(layers / (stages * interleave) - 1e-6)
@@ -152,7 +158,8 @@ def _layers_of_a_stage(once: PassTime, stages: int, interleave: int) -> FloatArr
 def _optimizer_seconds(problem: RoleProblem, family: Family) -> FloatArray:
     """States and weights read and written, gradients read."""
     precision, device = problem.precision, problem.cluster.device
-    trained = problem.half.trainable_parameters * share_of_rank(problem.half, family.tensor) / family.pipeline
+    half = problem.half
+    trained = parameters_of_a_stage(problem, family) * half.trainable_parameters / max(1, half.parameters)
     kept = trained * family.kept_share("states")
     if family.host_weights:  # all is there; the host reads and writes it no faster than the link is
         return kept * precision.updated / device.host

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain_lightning.allocator.collectives import ring
-from flowtrain_lightning.allocator.division import experts_share, share_of_rank
+from flowtrain_lightning.allocator.division import experts_share
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.kernels import moving_seconds
 from flowtrain_lightning.allocator.pass_time import PassTime
 from flowtrain_lightning.allocator.role_problem import DIVIDED, Family, Precision, RoleProblem
+from flowtrain_lightning.allocator.stage_layers import parameters_of_a_stage
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def sharing_time(problem: RoleProblem, family: Family, once: PassTime, microbatc
     """
     half, precision = problem.half, problem.precision
     experts = experts_share(half, family.tensor) * (1 - 1 / family.expert)
-    here = half.parameters * share_of_rank(half, family.tensor) * (1 - experts) / family.pipeline
+    here = parameters_of_a_stage(problem, family) * (1 - experts)
     trained = here * half.trainable_parameters / max(1, half.parameters)
     holders = ring(problem.cluster, family.shards, family.tensor, problem.efficiency.exchange)
     depth = max(1, round(half.depth / family.pipeline))

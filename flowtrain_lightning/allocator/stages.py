@@ -16,43 +16,45 @@ from flowtrain_lightning.allocator.pass_time import PassTime, pass_time
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
 
 
-def half_of_stage(half: Half, stage: int, stages: int) -> Half:
-    """The part of a half that one stage holds: as many layers as the others, and the first or last one what is outside.
+def half_of_chunk(half: Half, number: int, layers: Sequence[int]) -> Half:
+    """The part of a half that one chunk of it is: some of the layers, and the first or last one what is outside.
 
     Layers of several kinds are taken to be spread over the half alike, as kinds that take turns are.
 
     Args:
         half: of which it is a part.
-        stage: which one.
-        stages: that divide the layers evenly.
+        number: of the chunk.
+        layers: of each chunk.
     """
-    first = next(number for number, part in enumerate(half.parts) if isinstance(part, Layers))
+    first = next(place for place, part in enumerate(half.parts) if isinstance(part, Layers))
+    start, depth = sum(layers[:number]), sum(layers)
 
-    def here(number: int, part: Part) -> Part | None:
+    def here(place: int, part: Part) -> Part | None:
         if isinstance(part, Layers):
-            return replace(part, count=part.count * (stage + 1) // stages - part.count * stage // stages)
-        return part if stage == (0 if number < first else stages - 1) else None
+            end = start + layers[number]
+            return replace(part, count=part.count * end // depth - part.count * start // depth)
+        return part if number == (0 if place < first else len(layers) - 1) else None
 
-    found = (here(number, part) for number, part in enumerate(half.parts))
+    found = (here(place, part) for place, part in enumerate(half.parts))
     return replace(half, parts=tuple(part for part in found if part is not None))
 
 
-def stage_of_problem(
-    problem: RoleProblem, family: Family, stage: int, stages: int, forwards: int
+def chunk_of_problem(
+    problem: RoleProblem, family: Family, number: int, layers: Sequence[int], forwards: int
 ) -> tuple[RoleProblem, Family]:
-    """The stage, or a run of layers of it, as a role of its own on the same devices, and the layout of its ranks.
+    """A stage, or one of its chunks, as a role of its own on the same devices, and the layout of its ranks.
 
     Args:
         problem: of the role.
         family: its layout.
-        stage: which one.
-        stages: that divide the layers evenly.
+        number: of the chunk.
+        layers: of each chunk.
         forwards: microbatches of all replicas in a step, as many as they are of the role in its layout.
     """
-    before = (half_of_stage(problem.half, each, stages) for each in range(stage))
+    before = (half_of_chunk(problem.half, each, layers) for each in range(number))
     own = replace(
         problem,
-        half=half_of_stage(problem.half, stage, stages),
+        half=half_of_chunk(problem.half, number, layers),
         load=replace(problem.load, forwards=forwards),
         receives_gradient=problem.receives_gradient or any(each.trains for each in before),
     )

@@ -15,6 +15,19 @@ stages, so that the first stage has both ends of the model (2405.15362).
 """
 
 
+_HEAD = 4 / 3
+"""Passes of a head for those of a layer: losses in chunks of tokens compute logits again in their backward."""
+
+
+def head_in_layers(weights: float, weights_of_a_layer: float) -> float:
+    """How many layers a head is worth by its weights, to a tenth: a plan and its run have to agree on it.
+
+    A product takes as long as its weight is large, forward and backward. Experts of a mixture count whole, so that a
+    head beside them counts for less than it takes.
+    """
+    return round(_HEAD * weights / max(1.0, weights_of_a_layer), 1)
+
+
 @dataclass(frozen=True)
 class StageSchedule:
     """Stages of a role. A chunk is a run of layers that is computed by itself; chunks have numbers, in layer order.
@@ -43,6 +56,30 @@ class StageSchedule:
     def last(self) -> int:
         """The stage that has the last layers."""
         return self.stage_of(self.runs - 1)
+
+    def layers(self, count: int, behind: float = 0.0) -> tuple[int, ...]:
+        """Divides layers among chunks so that the busiest stage has as little to do as can be.
+
+        Args:
+            count: of the layers, at least one for each chunk.
+            behind: what follows the last layer, such as a head, in the unit of what one layer takes.
+
+        Returns:
+            the number of layers of each chunk. Where stages could have one layer more or less, later ones have it:
+            earlier ones keep the activations of more microbatches.
+        """
+        of_stage = [self.chunks] * self.stages
+        load = [float(self.chunks) + (behind if stage == self.last else 0.0) for stage in range(self.stages)]
+        for _ in range(count - self.runs):
+            least = min(range(self.stages), key=lambda stage: (load[stage], -stage))
+            of_stage[least] += 1
+            load[least] += 1.0
+        found = [0] * self.runs
+        for stage, own in enumerate(of_stage):
+            each, more = divmod(own, self.chunks)
+            for chunk in range(self.chunks):
+                found[self.number(stage, chunk)] = each + (chunk < more)
+        return tuple(found)
 
     def number(self, stage: int, chunk: int) -> int:
         """The number of one of a stage's chunks."""

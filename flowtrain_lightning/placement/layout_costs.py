@@ -22,7 +22,8 @@ from flowtrain_lightning.allocator.pass_time import pass_time
 from flowtrain_lightning.allocator.role_problem import Family, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, batches, offload_seconds, role_time, slowest_of
 from flowtrain_lightning.allocator.sharing_time import sharing_time
-from flowtrain_lightning.allocator.stages import seconds_between_stages, stage_of_problem, weights_seconds
+from flowtrain_lightning.allocator.stage_layers import layers_of_chunks
+from flowtrain_lightning.allocator.stages import chunk_of_problem, seconds_between_stages, weights_seconds
 from flowtrain_lightning.packing import IntArray
 from flowtrain_lightning.packing.stage_entries import chunk_names, stage_names
 from flowtrain_lightning.packing.step_work import PassTimes
@@ -224,8 +225,9 @@ class ModelledLayoutCosts:
             microbatches, _ = batches(problem, family)
             forwards = round(float(microbatches[0] * family.data[0]))
             pipeline = self.allocation.layouts[role].stages
+            layers = layers_of_chunks(problem, pipeline) if pipeline.stages > 1 else ()
             for number, name in enumerate(chunk_names(role, pipeline)):
-                parts[name] = stage_of_problem(problem, family, number, pipeline.runs, forwards)
+                parts[name] = chunk_of_problem(problem, family, number, layers, forwards)
         return parts
 
     @cached_property

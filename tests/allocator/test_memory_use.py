@@ -138,16 +138,20 @@ def test_so_does_a_product_outside_of_layers_but_no_head(outputs):
 def test_stages_that_split_backwards_keep_more_where_little_is_kept_for_whole_ones(backbone):
     for recompute in ("none", "full"):
         whole, split, in_a_v = (
-            total(backbone, pipeline=4, recompute=recompute, schedule=schedule)
+            use(backbone, pipeline=4, recompute=recompute, schedule=schedule)["activations"]
             for schedule in ("1f1b", "zb-h1", "zb-v")
         )
         assert whole <= split <= in_a_v
         assert recompute == "none" or split > 1.2 * whole
 
 
-def total(problem, tokens=4096.0, microbatches=8.0, **degrees):
+def use(problem, tokens=4096.0, microbatches=8.0, **degrees):
     family = Family(np.array([degrees.pop("data", 4.0)]), **degrees)
-    return float(memory_use(problem, family, np.array([tokens]), np.array([microbatches])).total[0])
+    return memory_use(problem, family, np.array([tokens]), np.array([microbatches])).at(0)
+
+
+def total(problem, tokens=4096.0, microbatches=8.0, **degrees):
+    return sum(use(problem, tokens, microbatches, **degrees).values())
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_stages_are_recommended_where_links_are_slow_and_samples_few_and_they_ru
 
 
 def test_stages_of_an_encoder_are_recommended_where_they_gain_a_tenth_and_they_run():
-    asked = question("qwen2.5-vl-7b", 4, 1, 4)
+    asked = question("qwen2.5-vl-3b", 4, 1, 4)
     chosen = asked.answer().recommended.chosen
     assert {one.layout for one in chosen.chosen.values()} == {Layout(1, pipeline=4)}
     assert why_plan_cannot_run(chosen, asked.problems) is None

@@ -45,9 +45,9 @@ the host."""
 
 FAR = ("--device", "h100", "--nodes", str(RANKS), "--precision", "bf16-true")
 IN_STAGES = {
-    "far": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "4"),
-    "two": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "32"),
-    "split": ("--model", "qwen2.5-vl-7b", *FAR, "--device", "h200", "--batch", "4"),
+    "far": ("--model", "qwen2.5-vl-3b", *FAR, "--batch", "4"),
+    "two": ("--model", "qwen2.5-vl-7b", *FAR, "--batch", "256"),
+    "split": ("--model", "internvl3-8b", *FAR, "--batch", "4"),
 }
 """Plans in stages."""
 

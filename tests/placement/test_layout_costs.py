@@ -38,14 +38,14 @@ def separate(encoder, backbone):
     return Allocation("separate", {"encoder": encoder, "backbone": backbone}, ranks)
 
 
-def compared(allocation, frozen=(), each=EACH):
+def compared(allocation, frozen=(), each=EACH, kept_batches=4):
     """Seconds of a step of equal samples, predicted and simulated, with as many microbatches."""
-    predicted, simulated = planned(allocation, frozen, each)
+    predicted, simulated = planned(allocation, frozen, each, kept_batches)
     return predicted.seconds, simulated
 
 
-def planned(allocation, frozen=(), each=EACH):
-    """The plan of such a step, and its seconds, simulated."""
+def planned(allocation, frozen=(), each=EACH, kept_batches=4):
+    """The plan of such a step, and its seconds, simulated with so many encoder batches kept."""
     layouts, lengths, start = allocation.layouts, np.full(SAMPLES, LENGTH), np.arange(SAMPLES + 1)
     sizes = SampleSizes(lengths, lengths, start, lengths, lengths)
     plans = [plan_on(allocation, sizes, np.arange(SAMPLES), each * LENGTH) for _ in range(3)]
@@ -55,7 +55,7 @@ def planned(allocation, frozen=(), each=EACH):
     workload = Workload(np.array([LENGTH]), {"image": np.array([LENGTH])}, SAMPLES, *budgets)
     module, device = named_model("qwen2.5-vl-7b").with_frozen(*frozen), DEVICES["h100"]
     problems = role_problems(module, workload, Cluster(device, 8, 8))
-    simulated = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), 4).step_seconds
+    simulated = simulate(plans, allocation, ModelledLayoutCosts(problems, allocation), kept_batches).step_seconds
     return given_plan(problems, allocation), simulated
 
 

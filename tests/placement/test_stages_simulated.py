@@ -196,7 +196,8 @@ STAGES = {
 def test_equal_samples_take_about_what_is_predicted(name):
     """The model takes all stages to be as slow as the slowest one, and nothing to be done in a bubble.
 
-    Of split backwards it takes both parts to be as long as a forward, so that they fill the bubble better.
+    Of split backwards it takes both parts to be as long as a forward, so that they fill the bubble better. Encoders
+    keep more batches than stages keep microbatches open, so that stages do not wait for the next one.
     """
-    predicted, simulated = compared(STAGES[name])
-    assert 0.9 * predicted < simulated < (1.04 if name == "split backwards" else 1.02) * predicted
+    predicted, simulated = compared(STAGES[name], kept_batches=8)
+    assert 0.9 * predicted < simulated < (1.05 if name == "split backwards" else 1.03) * predicted

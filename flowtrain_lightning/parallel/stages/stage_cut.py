@@ -5,6 +5,7 @@ Names stay. What another stage holds has no memory here (meta device), as the ha
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from flowtrain_lightning.allocator import StageSchedule
+from flowtrain_lightning.packing.stage_schedule import head_in_layers
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 from flowtrain_lightning.parallel.weight_marks import keeping_marks
@@ -71,9 +73,10 @@ class StageCut:
 def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedule) -> StageCut:
     """Finds what one stage of a half holds.
 
-    The blocks are divided evenly. What was registered before the first of them belongs to the first stage, as
-    embeddings do, and what was registered behind it to the last, as the last norm and the head. A parameter that both
-    use is on both.
+    What was registered before the first block belongs to the first stage, as embeddings do, and what was registered
+    behind it to the last, as the last norm and the head. A parameter that both use is on both. The blocks are divided
+    so that no stage has more to do than it must: the last stage of the trunk has fewer of them, as its head counts too,
+    by its weights. An encoder's merger computes fewer rows than its blocks, and does not count.
 
     Args:
         module: is built, if only without memory.
@@ -93,8 +96,9 @@ def cut_half(module: HalvedModule, role: str, stage: int, pipeline: StageSchedul
             f"weights that a list of modules holds several times. Set pipeline to {max(len(blocks) // virtual, 1)} or "
             "less, or put its layers into one nn.ModuleList."
         )
-    bounds = [len(blocks) * each // count for each in range(count + 1)]
-    chunks = [range(*bounds[each : each + 2]) for each in range(count)]
+    behind = _head_in_layers(module, role, blocks) if role == module.role_graph.trunk else 0.0
+    bounds = [0, *itertools.accumulate(pipeline.layers(len(blocks), behind))]
+    chunks = [range(*each) for each in itertools.pairwise(bounds)]
     stage_of_block = [pipeline.stage_of(each) for each, chunk in enumerate(chunks) for _ in chunk]
     holders: defaultdict[int, set[int]] = defaultdict(set)  # of each parameter, by identity, since names may share one
     names: dict[str, int] = {}
@@ -163,6 +167,19 @@ def _blocks(module: HalvedModule, role: str) -> tuple[str, ...]:
     most = max(weights, key=lambda kind: weights[kind], default=None)
     chosen = {id(block) for block in found if type(block) is most}
     return tuple(path for path, part in module.named_modules() if id(part) in chosen)
+
+
+def _head_in_layers(module: HalvedModule, role: str, blocks: Sequence[str]) -> float:
+    """Weights of a half that were registered behind its first block and are in none, over those of a block."""
+    inside: dict[int, int] = {}
+    behind: dict[int, int] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if role_of(name, module.halves) == role:
+            if _block_of(name, blocks) is not None:
+                inside[id(parameter)] = parameter.numel()
+            elif inside:
+                behind[id(parameter)] = parameter.numel()
+    return head_in_layers(sum(behind.values()), sum(inside.values()) / len(blocks))
 
 
 def _block_of(name: str, blocks: Sequence[str]) -> int | None:
