@@ -82,7 +82,7 @@ def problems(
 
 def timed(problem: RoleProblem, layout: Layout, recompute: Recompute = "none", interleave: int = 1) -> RoleTime:
     """Time of one role's part of a step, whose stages have as many layers each."""
-    return role_time(problem, replace(family_of(layout, recompute), balanced=False), interleave)
+    return role_time(problem, replace(family_of(layout, recompute), cut="number"), interleave)
 
 
 def optimus(reached: Coefficients = FUSED) -> list[Prediction]:

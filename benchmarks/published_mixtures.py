@@ -101,7 +101,7 @@ class PublishedMixture:
     @property
     def error(self) -> float:
         """By how much of the published time the predicted one is longer."""
-        even = replace(self.family, balanced=False)
+        even = replace(self.family, cut="number")
         return float(role_time(self.problem, even, self.chunks).total[0]) / self.seconds - 1
 
     @property

@@ -58,7 +58,7 @@ class PublishedStep:
     def predicted(self, efficiency: Efficiency | None = None) -> float:
         """Seconds of a step by the planner's model of time, or by that model with other coefficients."""
         problem = self.problem if efficiency is None else replace(self.problem, efficiency=efficiency)
-        return float(role_time(problem, replace(self.family, balanced=False)).total[0])
+        return float(role_time(problem, replace(self.family, cut="number")).total[0])
 
 
 def read_steps(path: Path) -> list[PublishedStep]:

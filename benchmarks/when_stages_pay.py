@@ -35,7 +35,7 @@ from flowtrain_lightning.cli.plan_choice import has_stages, staged_plans, why_pl
 from flowtrain_lightning.cli.plan_question import PlanQuestion
 
 _NAME = "when-stages-pay"
-_PLAYED = 4
+_PLAYED = 12
 """Plans that are played of those with stages, by their modelled time, and of those without."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from flowtrain_lightning.allocator.memory_use import USABLE, MemoryUse, memory_u
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, Recompute, Sharding
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import RoleTime, batches, role_time
+from flowtrain_lightning.packing.stage_schedule import Cut
 
 SPREAD = 1.25
 """Tokens of the largest microbatch over those of the mean one: they are alike in cost, and so differ in tokens."""
@@ -266,7 +268,9 @@ def families_of(problem: RoleProblem, space: SearchSpace, as_backbone: bool = Fa
             if recompute != "none" and (not has_backward or offload in ("activations", "all")):
                 continue
             every = Family(data, tensor, pipeline, context, shard, recompute, offload=offload)
-            for family in (every, *_in_groups(every, cluster, space.shard_nodes)):
+            both = pipeline > 1 and problem.is_trunk  # others have no head
+            cuts = [replace(every, cut=cut) for cut in get_args(Cut)] if both else [every]
+            for family in (each for one in cuts for each in (one, *_in_groups(one, cluster, space.shard_nodes))):
                 degrees = family.data[family.data * context > 1] if shard != "replicate" else family.data
                 kept = replace(family, data=degrees)
                 if len(degrees):

@@ -71,7 +71,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         experts = {"expert": layout.expert} if layout.expert > 1 else {}
         virtual = {"virtual": layout.virtual} if layout.virtual > 1 else {}
         schedule = {"schedule": layout.schedule} if layout.schedule != "1f1b" else {}
-        shared = {**degrees, **virtual, **schedule, **experts, "shard": layout.shard, **replicas}
+        cut = {"cut": layout.cut} if layout.cut != "time" else {}
+        shared = {**degrees, **virtual, **schedule, **cut, **experts, "shard": layout.shard, **replicas}
         roles[role] = {"layout": shared, "ranks": number_spans(allocation.ranks[role])}
         if role in allocation.recompute:
             roles[role]["recompute"] = allocation.recompute[role]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flowtrain_lightning.packing.setting_values import check_settings
-from flowtrain_lightning.packing.stage_schedule import Schedule, StageSchedule
+from flowtrain_lightning.packing.stage_schedule import Cut, Schedule, StageSchedule
 from flowtrain_lightning.packing.step_graph import Meeting
 
 Sharding = Literal["replicate", "zero1", "zero2", "zero3", "fsdp", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
@@ -52,9 +52,10 @@ class Layout:
         virtual: runs of layers that each stage of a pipeline holds, interleaved with those of the others.
         schedule: in which order the stages of a pipeline work; ``"zb-h1"`` and ``"zb-v"`` make the gradients of
             weights when a stage would wait. With ``"zb-v"`` each holds two runs of layers, the first one both ends.
+        cut: how layers are divided among the stages: by the time they take, or by their number.
 
     Raises:
-        AllocationError: a degree below 1, an unknown ``shard`` or ``schedule``, or groups of unequal size.
+        AllocationError: a degree below 1, an unknown ``shard``, ``schedule`` or ``cut``, or groups of unequal size.
     """
 
     data: int = 1
@@ -66,6 +67,7 @@ class Layout:
     expert: int = 1
     virtual: int = 1
     schedule: Schedule = "1f1b"
+    cut: Cut = "time"
 
     def __post_init__(self) -> None:
         for name, degree in {**self.degrees, "expert": self.expert, "virtual": self.virtual}.items():
@@ -115,11 +117,16 @@ class Layout:
                 f"A layout has the schedule {self.schedule!r} and virtual {self.virtual}: runs of layers are "
                 "interleaved in 1F1B only. Leave one of them out; 'zb-v' gives each stage two runs by itself."
             )
+        if self.cut not in get_args(Cut) or (self.cut != "time" and self.pipeline == 1):
+            raise AllocationError(
+                f"A layout has the cut {self.cut!r} and pipeline {self.pipeline}: layers are cut into the stages of a "
+                "pipeline by 'time' or by 'number'. Set pipeline to 2 or more, or leave cut out."
+            )
 
     @property
     def stages(self) -> StageSchedule:
         """The stages of its pipeline, and how they work."""
-        return StageSchedule(self.pipeline, 2 if self.schedule == "zb-v" else self.virtual, self.schedule)
+        return StageSchedule(self.pipeline, 2 if self.schedule == "zb-v" else self.virtual, self.schedule, self.cut)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -204,7 +211,8 @@ class Layout:
         experts = [f"expert {self.expert}"] if self.expert > 1 else []
         virtual = [f"virtual {self.virtual}"] if self.virtual > 1 else []
         schedule = [self.schedule] if self.schedule != "1f1b" else []
-        return ", ".join([*degrees, *virtual, *schedule, *experts, self.shard, *replicas])
+        cut = [f"cut by {self.cut}"] if self.cut != "time" else []
+        return ", ".join([*degrees, *virtual, *schedule, *cut, *experts, self.shard, *replicas])
 
 
 @dataclass(frozen=True)
@@ -221,6 +229,7 @@ class RoleLayout:
         expert: data ranks among which a mixture's experts are divided, see `Layout`.
         virtual: runs of layers of each stage, see `Layout`.
         schedule: in which order stages work, see `Layout`.
+        cut: how layers are divided among stages, see `Layout`.
         offload: what lies in host memory; weights only where they are sharded by FSDP2, the optimizer's states alone
             only with DeepSpeed.
 
@@ -237,6 +246,7 @@ class RoleLayout:
     expert: int = 1
     virtual: int = 1
     schedule: Schedule = "1f1b"
+    cut: Cut = "time"
     offload: Offload = "none"
 
     def __post_init__(self) -> None:
@@ -266,6 +276,7 @@ class RoleLayout:
             expert=self.expert,
             virtual=self.virtual,
             schedule=self.schedule,
+            cut=self.cut,
         )
 
 

@@ -17,7 +17,7 @@ from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningE
 from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
 from flowtrain_lightning.packing.bin_packing import best_fit
 from flowtrain_lightning.packing.role_graph import BACKBONE
-from flowtrain_lightning.packing.stage_schedule import Schedule
+from flowtrain_lightning.packing.stage_schedule import Cut, Schedule
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ class Family:
         offload: what lies in the host's memory, beside what the precision says of it.
         schedule: in which order stages work.
         activation_bytes: that a rank may keep for backwards.
-        balanced: stages are cut by what they take, as training cuts them; else they have as many layers each, as in
-            systems whose times are published.
+        cut: how layers are divided among stages.
     """
 
     data: FloatArray
@@ -150,7 +149,7 @@ class Family:
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
     activation_bytes: float = math.inf
-    balanced: bool = True
+    cut: Cut = "time"
 
     @property
     def replica(self) -> int:
@@ -206,7 +205,7 @@ class Family:
         """The layout with the ``number``-th data degree."""
         replicas = int(self.copies[number]) if self.group is not None else 1
         degrees = (int(self.data[number]), self.tensor, self.pipeline, self.context)
-        return Layout(*degrees, self.shard, replicas, self.expert, schedule=self.schedule)
+        return Layout(*degrees, self.shard, replicas, self.expert, schedule=self.schedule, cut=self.cut)
 
 
 def family_of(
@@ -216,10 +215,10 @@ def family_of(
     data = np.array([float(layout.data)])
     group = layout.data * layout.context // layout.replicas if layout.replicas > 1 else None
     degrees = (data, layout.tensor, layout.pipeline, layout.context)
-    if activation_bytes is None:
-        return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule)
-    offload = "none" if offload == "activations" else offload
-    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, layout.schedule, activation_bytes)
+    limit = math.inf if activation_bytes is None else activation_bytes
+    offload = "none" if activation_bytes is not None and offload == "activations" else offload
+    order = layout.schedule, limit, layout.cut
+    return Family(*degrees, layout.shard, recompute, group, layout.expert, offload, *order)
 
 
 @dataclass(frozen=True)

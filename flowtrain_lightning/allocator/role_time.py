@@ -136,16 +136,16 @@ def _stage_seconds(
     """One microbatch on the slowest stage, and sending its activations and gradients on."""
     if family.pipeline == 1:
         return once.total, np.zeros_like(tokens)
-    if family.balanced:
+    if family.cut == "time":
         layers = layers_of_stages(problem, family)
         last = -1 if family.schedule != "zb-v" else 0
         slowest = np.maximum(once.layer * layers.max(), once.layer * layers[last] + once.ends)
     else:
-        slowest = once.layer * _most_layers_if_even(once, family.pipeline, interleave)
+        slowest = once.layer * _most_layers_by_number(once, family.pipeline, interleave)
     return slowest, 2 * interleave * seconds_between_stages(problem, family, tokens)
 
 
-def _most_layers_if_even(once: PassTime, stages: int, interleave: int) -> FloatArray:
+def _most_layers_by_number(once: PassTime, stages: int, interleave: int) -> FloatArray:
     """Time of the slowest stage in layers: stages have as many of them, as far as they divide, and the last the head.
 
     Other systems cut so by themselves; that the head is worth some layers is what makes their other stages wait.

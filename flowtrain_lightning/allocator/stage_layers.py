@@ -20,10 +20,9 @@ def layers_of_chunks(problem: RoleProblem, pipeline: StageSchedule) -> tuple[int
 
 def layers_of_stages(problem: RoleProblem, family: Family) -> FloatArray:
     """``[stages]`` layers of each."""
-    pipeline = StageSchedule(family.pipeline, 2 if family.schedule == "zb-v" else 1, family.schedule)
-    of_chunks = layers_of_chunks(problem, pipeline) if family.balanced else pipeline.layers(problem.half.depth)
+    pipeline = StageSchedule(family.pipeline, 2 if family.schedule == "zb-v" else 1, family.schedule, family.cut)
     found = np.zeros(family.pipeline)
-    np.add.at(found, [pipeline.stage_of(number) for number in range(pipeline.runs)], of_chunks)
+    np.add.at(found, [*map(pipeline.stage_of, range(pipeline.runs))], layers_of_chunks(problem, pipeline))
     return found
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 from math import ceil, inf, lcm
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from flowtrain_lightning.allocator import (
     Allocation,
@@ -26,7 +26,7 @@ from flowtrain_lightning.allocator.placements import least_seconds
 from flowtrain_lightning.allocator.planner import PlanKind
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem, family_of
 from flowtrain_lightning.allocator.role_time import batches
-from flowtrain_lightning.packing.stage_schedule import Schedule
+from flowtrain_lightning.packing.stage_schedule import Cut, Schedule
 from flowtrain_lightning.placement.request import why_it_cannot_run
 from flowtrain_lightning.placement.simulated_plans import PlanSimulator
 
@@ -101,14 +101,18 @@ def _one_of_each_kind(
 ) -> list[tuple[ModelledPlan, ModelledPlan]]:
     """Of plans as modelled and as played one of each kind: with stages where it is faster by more than the margin.
 
-    So are encoders' stages, beside those of the backbone alone, and split backwards, beside whole ones.
+    So are encoders' stages, beside those of the backbone alone, and split backwards, beside whole ones. Of plans that
+    are as plain it is the fastest.
     How long stages wait for each other only playing them tells: those that were not played are left out, if others run.
     """
     plain = {before.kind: (before, after) for before, after in plans if not has_stages(before)}
     staged = [(before, after) for before, after in plans if has_stages(before)]
     if any(after is not before for before, after in staged) or plain:
         staged = [(before, after) for before, after in staged if after is not before]
-    for before, after in sorted(staged, key=lambda each: (*_less_plain(each[0]), -each[1].seconds)):
+    fastest: dict[tuple[tuple[bool, bool], PlanKind], tuple[ModelledPlan, ModelledPlan]] = {}
+    for before, after in sorted(staged, key=lambda each: each[1].seconds):
+        fastest.setdefault((_less_plain(before), before.kind), (before, after))
+    for before, after in (fastest[alike] for alike in sorted(fastest)):
         if before.kind not in plain or after.seconds * (1 + margin) < plain[before.kind][1].seconds:
             plain[before.kind] = (before, after)
     return list(plain.values())
@@ -143,11 +147,14 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
 
 
 def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
-    """The best plan of every number of stages of the backbone, separate and colocated; then with split backwards."""
+    """The best plan of every number and cut of stages, separate and colocated; then with split backwards.
+
+    Where the head counts, stages are faster, but the first one is fuller: which gains is seen as they are played.
+    """
     problems = costs.problems
-    for count, placement in product(costs.space.pipeline, _OF_STAGES):
-        stages = {problems.trunk: count}
-        for plan in costs.plans(_allowed_in(stages, placement, problems), (placement,)) if count > 1 else ():
+    for count, placement, cut in product(costs.space.pipeline, _OF_STAGES, get_args(Cut)):
+        allowed = _allowed_in({problems.trunk: count}, placement, problems, cut)
+        for plan in costs.plans(allowed, (placement,)) if count > 1 else ():
             yield plan
             yield from _with_split_backwards(plan, problems)
 
@@ -199,9 +206,15 @@ def _as_filled(plan: ModelledPlan, problems: Problems) -> ModelledPlan:
     return plan_from(plan.kind, problems, chosen, seconds=plan.seconds + longer)
 
 
-def _allowed_in(stages: Mapping[str, int], placement: Placement, problems: Problems) -> Callable[[str, Layout], bool]:
-    """Whether a role may have a layout, in a placement, where some roles have so many stages."""
-    return lambda role, layout: can_run(role, layout, problems, placement, stages)
+def _allowed_in(
+    stages: Mapping[str, int], placement: Placement, problems: Problems, cut: Cut = "time"
+) -> Callable[[str, Layout], bool]:
+    """Whether a role may have a layout, in a placement, where some roles have so many stages, the trunk's cut so."""
+
+    def allowed(role: str, layout: Layout) -> bool:
+        return can_run(role, layout, problems, placement, stages) and (role != problems.trunk or layout.cut == cut)
+
+    return allowed
 
 
 def _with_split_backwards(plan: ModelledPlan, problems: Problems) -> Iterator[ModelledPlan]:

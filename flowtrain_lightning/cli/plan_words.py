@@ -67,7 +67,10 @@ def _layout_in_words(layout: Layout) -> str:
     ranks = "1 device" if layout.ranks == 1 else f"{layout.ranks:,} devices"
     shared = [
         (layout.tensor, "every layer among {} (tensor)"),
-        (layout.pipeline, "the layers among {} stages (pipeline)"),
+        (
+            layout.pipeline,
+            "the layers among {} stages (pipeline)" + (", as many each" if layout.cut == "number" else ""),
+        ),
         (layout.context, "every sequence among {} (context)"),
         (layout.expert_ranks if layout.expert > 1 else 1, "the experts among {} (expert)"),
     ]

@@ -15,6 +15,12 @@ stages, so that the first stage has both ends of the model (2405.15362).
 """
 
 
+Cut = Literal["time", "number"]
+"""How layers are divided among stages: by the time they take, so that the head counts, or as many for each stage.
+
+By number the first stage, which keeps most activations, has fewer layers, for which memory may be what matters.
+"""
+
 _HEAD = 4 / 3
 """Passes of a head for those of a layer: losses in chunks of tokens compute logits again in their backward."""
 
@@ -36,11 +42,13 @@ class StageSchedule:
         stages: how many.
         chunks: of each stage.
         schedule: in which order they work.
+        cut: how layers are divided among them.
     """
 
     stages: int = 1
     chunks: int = 1
     schedule: Schedule = "1f1b"
+    cut: Cut = "time"
 
     @property
     def runs(self) -> int:
@@ -57,19 +65,20 @@ class StageSchedule:
         """The stage that has the last layers."""
         return self.stage_of(self.runs - 1)
 
-    def layers(self, count: int, behind: float = 0.0) -> tuple[int, ...]:
-        """Divides layers among chunks so that the busiest stage has as little to do as can be.
+    def layers(self, count: int, head: float = 0.0) -> tuple[int, ...]:
+        """Divides layers among chunks: by time so that the busiest stage has as little to do as can be.
 
         Args:
             count: of the layers, at least one for each chunk.
-            behind: what follows the last layer, such as a head, in the unit of what one layer takes.
+            head: what follows the last layer, in layers, see `head_in_layers`.
 
         Returns:
             the number of layers of each chunk. Where stages could have one layer more or less, later ones have it:
             earlier ones keep the activations of more microbatches.
         """
+        weight = head if self.cut == "time" else min(head, 0.5)  # by number it only decides who has one less
         of_stage = [self.chunks] * self.stages
-        load = [float(self.chunks) + (behind if stage == self.last else 0.0) for stage in range(self.stages)]
+        load = [float(self.chunks) + (weight if stage == self.last else 0.0) for stage in range(self.stages)]
         for _ in range(count - self.runs):
             least = min(range(self.stages), key=lambda stage: (load[stage], -stage))
             of_stage[least] += 1

@@ -38,5 +38,10 @@ def test_a_head_takes_the_place_of_layers_and_what_is_left_over_goes_to_later_st
     assert StageSchedule(2, 2, "zb-v").layers(10, 2.0) == (2, 3, 3, 2)
 
 
+def test_by_number_stages_have_as_many_layers_and_the_last_none_more():
+    assert StageSchedule(4, cut="number").layers(28, 3.1) == (7, 7, 7, 7)
+    assert StageSchedule(4, cut="number").layers(29, 3.1) == (7, 7, 8, 7)
+
+
 def test_a_head_is_compared_to_a_tenth_so_that_biases_change_nothing():
     assert head_in_layers(545_259_520, 233_057_792) == head_in_layers(545_263_104, 233_062_400) == 3.1
