@@ -60,6 +60,8 @@ LONG += [
     Case("2+3", {"backbone": {**V, "pipeline": 3, "recompute": "selective"}}, clip=0.2, kind="six divided blocks"),
     Case("1+4", {"backbone": V}, "32-true", {"encoder_activations": 0}, data=CUT),
     Case("1+2", {"backbone": V}, freeze=True),
+    Case("1+3", {"backbone": {"pipeline": 3, "cut": "number"}}, clip=0.2, kind="eight divided blocks", data=CUT),
+    Case("1+2", {"backbone": {**V, "cut": "number"}}, clip=0.2, kind="six divided blocks", data=CUT),
 ]
 LONG += [  # with those above, each number of stages, order, layout of a stage and placement meets all of the others
     Case("1+6", {"backbone": {**VIRTUAL, "pipeline": 3, "tensor": 2}}, clip=0.2, kind="six divided blocks"),

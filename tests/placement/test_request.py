@@ -424,6 +424,8 @@ def test_stages_that_split_backwards_take_whole_copies_and_a_v_ranks_of_its_own(
         ({"schedule": "zb-h1"}, "but pipeline 1: it is an order of stages"),
         ({"pipeline": 2, "virtual": 2, "schedule": "zb-v"}, "are interleaved in 1F1B only"),
         ({"pipeline": 2, "schedule": "gpipe"}, "cannot have the schedule 'gpipe'"),
+        ({"pipeline": 2, "cut": "layers"}, "has the cut 'layers' and pipeline 2"),
+        ({"cut": "number"}, "has the cut 'number' and pipeline 1"),
     ],
 )
 def test_schedules_that_are_no_order_of_such_stages_are_refused(layout, told):
