@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,5 @@ def test_checkpoints_pass_between_stages_and_one_rank(trained, layout, after, de
 
 def _from(run, step):
     """The steps of a run from one on."""
-    return type(run)(
-        run.weights[step - 1],
-        run.losses[step:],
-        run.gradients[step:],
-        run.weights[step:],
-        run.microbatches,
-        run.encoder_batches,
-    )
+    parts = {name: getattr(run, name)[step:] for name in ("losses", "gradients", "weights")}
+    return replace(run, initial=run.weights[step - 1], **parts)
