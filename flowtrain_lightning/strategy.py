@@ -37,7 +37,7 @@ from flowtrain_lightning.placement.choose_allocation import (
     remember_allocation,
 )
 from flowtrain_lightning.placement.measuring_process import measure_if_asked
-from flowtrain_lightning.placement.request import make_request
+from flowtrain_lightning.placement.request import batches_kept, make_request
 from flowtrain_lightning.runtime.health import LAUNCHER, process_health
 from flowtrain_lightning.runtime.job import Job, collective_timeout
 from flowtrain_lightning.runtime.library_settings import ask_for_hardware_queues, give_back_freed_memory
@@ -88,7 +88,7 @@ class FlowTrainStrategy(RoleCheckpoints):
         ranks_per_device: processes that share one device.
         encoder_activations: encoder batches per rank whose activations a trainable encoder keeps for its backward.
             Beyond that it waits, or where waiting would block computes a forward again; with 0, each runs twice. More
-            memory, less waiting.
+            memory, less waiting. None is as many as the allocation says, or 4.
         pool: bytes, tier and network of the pool.
         couples: what may couple samples of a batch, which the packing check else refuses: ``"random"`` numbers that a
             batch draws, ``"batch_norm"``, ``"encode"``, ``"backbone"``, ``"loss"``. Gradients then depend on the
@@ -115,7 +115,7 @@ class FlowTrainStrategy(RoleCheckpoints):
         profile: str | Path = "auto",
         roles: Mapping[str, RoleLayout | Mapping[str, Any]] | None = None,
         ranks_per_device: int = 1,
-        encoder_activations: int = 4,
+        encoder_activations: int | None = None,
         pool: PoolSettings | None = None,
         couples: Collection[Coupling] = (),
         background_saving: bool = False,
@@ -131,7 +131,7 @@ class FlowTrainStrategy(RoleCheckpoints):
         else:
             check_setting(owner, "encoder_ranks", encoder_ranks, int | None, least=1)
         check_setting(owner, "ranks_per_device", ranks_per_device, int, least=1)
-        check_setting(owner, "encoder_activations", encoder_activations, int, least=0)
+        check_setting(owner, "encoder_activations", encoder_activations, int | None, least=0)
         check_setting(owner, "pool", pool, PoolSettings | None)
         check_setting(owner, "background_saving", background_saving, bool)
         for name, seconds in (("hang_timeout", hang_timeout), ("timeout", timeout)):
@@ -272,7 +272,7 @@ class FlowTrainStrategy(RoleCheckpoints):
             self.world_size,
             self.num_nodes,
             self.ranks_per_device,
-            self.encoder_activations,
+            batches_kept(self.encoder_activations, None),
             self._rank_launcher,
         )
         return choose_allocation(context, self._root_store(), self.timeout)
@@ -300,7 +300,8 @@ class FlowTrainStrategy(RoleCheckpoints):
             self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         engines = self._engines.make(module, trainer, self.job, self.root_device)
-        self._runner = RoleRunner(module, trainer, self.job, engines, self.encoder_activations, self.pool)
+        kept = batches_kept(self.encoder_activations, self.job.allocation)
+        self._runner = RoleRunner(module, trainer, self.job, engines, kept, self.pool)
         module.attach_runner(self._runner)
         for sentence in not_layout_invariant(module):
             rank_zero_info(f"flowtrain: {sentence}")

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, combinations
 from typing import Any, Literal, get_args
 
-from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout
+from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, RoleLayout, in_spans
 from flowtrain_lightning.packing.role_graph import Edge, RoleError, RoleGraph, graph_of
 from flowtrain_lightning.packing.stage_entries import part_names
 from flowtrain_lightning.packing.step_graph import Meeting
@@ -39,6 +39,8 @@ class Allocation:
         order: what decides in which order ranks work.
         activation_bytes: of activations that a rank may keep for backwards, in a searched order. What finds no room is
             computed again, or moved to host memory where its role offloads activations, each batch by itself.
+        encoder_activations: encoder batches whose activations a rank keeps, as a plan counts on; None is as the run
+            says.
 
     Raises:
         AllocationError: a role is missing, or ranks contradict the placement or each other.
@@ -52,6 +54,7 @@ class Allocation:
     edges: tuple[Edge, ...] | None = None
     order: Order = "rules"
     activation_bytes: float | None = None
+    encoder_activations: int | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown_placement(self.placement, get_args(Placement))
@@ -72,6 +75,8 @@ class Allocation:
         self._refuse_bad_recompute()
         self._refuse_bad_offload()
         self._refuse_bad_order()
+        if (kept := self.encoder_activations) is not None and kept < 1:
+            raise AllocationError(f"encoder_activations is {kept}; it must be at least 1.")
 
     @property
     def size(self) -> int:
@@ -250,8 +255,8 @@ class Allocation:
             plain = replace(self, order="rules", activation_bytes=None)
             return f"{plain.describe()}; the order of works is {self.order}{kept}"
         if self.placement == "colocated" and all(layout.is_whole_copies for layout in self.layouts.values()):
-            return f"colocated: {' and '.join(self.layouts)} on {_spans(tuple(range(self.size)))}"
-        roles = [f"{role} on {_spans(self.ranks[role])} ({layout.describe()})" for role, layout in self.layouts.items()]
+            return f"colocated: {' and '.join(self.layouts)} on {in_spans(tuple(range(self.size)))}"
+        roles = (f"{role} on {in_spans(self.ranks[role])} ({one.describe()})" for role, one in self.layouts.items())
         return f"{self.placement}: {'; '.join(roles)}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,8 +270,8 @@ class Allocation:
         }
         if self.order != "rules":
             state["order"] = self.order
-        if self.activation_bytes is not None:
-            state["activation_bytes"] = self.activation_bytes
+        limits = {name: getattr(self, name) for name in ("activation_bytes", "encoder_activations")}
+        state |= {name: limit for name, limit in limits.items() if limit is not None}
         return state if self.edges is None else {**state, "edges": [list(edge) for edge in self.edges]}
 
     @classmethod
@@ -275,8 +280,8 @@ class Allocation:
         layouts = {role: Layout(**degrees) for role, degrees in state["layouts"].items()}
         ranks = {role: tuple(numbers) for role, numbers in state["ranks"].items()}
         edges = None if "edges" not in state else tuple(Edge(*edge) for edge in state["edges"])
-        searched = state.get("order", "rules"), state.get("activation_bytes")
-        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges, *searched)
+        more = state.get("order", "rules"), state.get("activation_bytes"), state.get("encoder_activations")
+        return cls(state["placement"], layouts, ranks, state["recompute"], state["offload"], edges, *more)
 
     def _refuse_bad_ranks(self, role: str) -> None:
         ranks, layout = self.ranks[role], self.layouts[role]
@@ -294,7 +299,7 @@ class Allocation:
             shared = sorted({*self.ranks[role]} & {*self.ranks[other]})
             if self.placement == "separate" and shared:
                 which = "both roles have" if len(self.ranks) == 2 else f"{role!r} and {other!r} both have"
-                raise AllocationError(f"Separate roles share no rank, but {which} {_spans(tuple(shared))}.")
+                raise AllocationError(f"Separate roles share no rank, but {which} {in_spans(tuple(shared))}.")
             if self.placement == "colocated" and tuple(self.ranks[role]) != tuple(self.ranks[other]):
                 raise AllocationError(
                     f"Colocated roles have the same ranks, but the {role} has {list(self.ranks[role])} and the {other} "
@@ -307,7 +312,7 @@ class Allocation:
         for role in self.producers if self.placement == "mixed" else ():
             if list(self.ranks[role]) != everyone:
                 raise AllocationError(
-                    f"In a mixed allocation every rank encodes, but the {role} has {_spans(self.ranks[role])}."
+                    f"In a mixed allocation every rank encodes, but the {role} has {in_spans(self.ranks[role])}."
                 )
         if 0 not in self.ranks[self.trunk]:
             raise AllocationError(f"Rank 0 must be a {self.trunk} rank, since loggers and the progress bar live there.")
@@ -383,17 +388,5 @@ def refuse_unknown_placement(placement: str, known: tuple[str, ...]) -> None:
         raise AllocationError(f"There is no placement {placement!r}; choose from {_names(known)}.")
 
 
-def number_spans(numbers: tuple[int, ...]) -> str:
-    """Ascending numbers as text: neighbours are joined, as in ``0-5, 8-13``."""
-    known = set(numbers)
-    first = [number for number in numbers if number - 1 not in known]
-    last = [number for number in numbers if number + 1 not in known]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
-
-
 def _names(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
-
-
-def _spans(ranks: tuple[int, ...]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {number_spans(ranks)}"

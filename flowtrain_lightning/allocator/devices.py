@@ -245,7 +245,7 @@ def device_from(values: Mapping[str, Any]) -> Device:
         wrong += [f"needs {', '.join(missing)} too (or like: a known device)"] if missing else []
         raise PlanningError(f"A device {' and '.join(wrong)}. Its attributes are {', '.join(known)}.")
     for name, value in given.items():
-        if name not in ("name", "source") and value is not None:
+        if name not in ("name", "source") and (value is not None or known[name].default is not None):
             given[name] = _number(name, value)
     given.update({name: int(given[name]) for name in ("per_node", "units", "tile") if name in given})
     return Device(**given)
@@ -254,6 +254,23 @@ def device_from(values: Mapping[str, Any]) -> Device:
 def _number(name: str, value: Any) -> float:
     """A number; YAML reads 1e12 as text, since its own numbers need a dot."""
     try:
-        return float(value)
+        return float(str(value) if isinstance(value, bool) else value)
     except (TypeError, ValueError) as error:
         raise PlanningError(f"The device's {name} is {value!r}; it must be a number.") from error
+
+
+def fewest_nodes(devices: int, per_node: int, together: int = 1) -> int | None:
+    """The number of equal nodes on which so many devices start, of which each has at most ``per_node``.
+
+    Args:
+        devices: of a plan.
+        per_node: devices of a node.
+        together: neighbours that are on one node, such as tensor ranks.
+
+    Returns:
+        The fewest, or None where there is no such number.
+    """
+    if devices <= per_node:
+        return 1
+    counts = range(-(-devices // per_node), devices + 1)
+    return next((nodes for nodes in counts if devices % (nodes * together) == 0), None)

@@ -12,7 +12,10 @@ from flowtrain_lightning.allocator.module_parts import Dense, Embedding, Layers,
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.role_graph import GENERATED, GENERATOR
 
-_NO_NUMBERS = ("crosses", "experts", "fused", "gated", "gathered_logits", "norms", "perceptrons_only", "pooled", "tied")
+_SWITCHES = ("crosses", "fused", "gated", "gathered_logits", "perceptrons_only", "pooled", "tied")
+"""Dimensions that are true or false."""
+
+_NO_NUMBERS = ("experts", "norms", *_SWITCHES)
 """Dimensions that are no whole numbers."""
 
 
@@ -64,6 +67,7 @@ def vision_encoder(
         perceptrons_only: see `Half`.
     """
     whole = 0 if window is None else (full_layers or 0)
+    _refuse_more_layers("tower", whole + unused_layers, layers)
     square = merge * merge
     inner = projector_width if projector_width is not None else output
     shape = (hidden, feed_forward, heads, heads, hidden // heads, gated, False)
@@ -147,7 +151,13 @@ def backbone(
     """
     whole = 0 if window is None else (full_layers or 0)
     shape = (hidden, feed_forward, heads, key_value_heads or heads, head_size or hidden // heads, gated, True)
-    mixture = None if experts is None else MixtureOfExperts(**experts)
+    mixture = None if experts is None else _mixture(experts)
+    _refuse_more_layers("backbone", whole, layers)
+    if heads % (key_value_heads or heads):
+        raise PlanningError(
+            f"The backbone has {heads} attention heads and {key_value_heads} of keys and values, of which each serves "
+            "as many; the one must be a multiple of the other."
+        )
     parts: list[Part] = [Embedding(vocabulary, hidden)]
     parts += [Embedding(queries, hidden, apart=True)] if queries else []
     every = Layers(layers, *shape, experts=mixture, norms=Norms(**(norms or {})))
@@ -155,6 +165,25 @@ def backbone(
     parts += [replace(every, count=whole)] if whole else []
     parts += [Dense(hidden, vocabulary, tied=tied, gathered=gathered_logits)]
     return Half(tuple(parts))
+
+
+def _mixture(experts: Mapping[str, Any]) -> MixtureOfExperts:
+    found = MixtureOfExperts(**experts)
+    for name, least in (("count", 1), ("chosen", 1), ("feed_forward", 1), ("shared", 0)):
+        if type(value := getattr(found, name)) is not int or value < least:
+            raise PlanningError(f"The experts' {name} is {value!r}; it must be a whole number, at least {least}.")
+    if found.chosen > found.count:
+        raise PlanningError(f"A token chooses {found.chosen} of {found.count} experts; it cannot choose more than all.")
+    return found
+
+
+def _refuse_more_layers(half: str, some: int, layers: int) -> None:
+    """Raises where more layers are of a kind than there are."""
+    if some > layers:
+        raise PlanningError(
+            f"The {half} has {layers} layers, but {some} of them are said to attend to everything or to be unused; "
+            "lower full_layers or unused_layers."
+        )
 
 
 def generator(
@@ -215,15 +244,18 @@ def describe_dimensions(specification: Mapping[str, Any]) -> ModuleDescription:
     encoders = {}
     for modality, dimensions in named.items():
         build = audio_encoder if modality == "audio" else vision_encoder
-        encoders[modality] = _build(build, {"output": given["hidden"], **(dimensions or {})}, f"{modality} encoder")
+        encoders[modality] = _build(build, dimensions or {}, f"{modality} encoder", output=given["hidden"])
     behind = {}
     if (dimensions := specification.get("generator")) is not None:
-        behind[GENERATED] = _build(generator, {"condition": given["hidden"], **dimensions}, GENERATOR)
+        behind[GENERATED] = _build(generator, dimensions, GENERATOR, condition=given["hidden"])
     return ModuleDescription(str(specification.get("name", "module")), encoders, reader, behind)
 
 
-def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str) -> Half:
+def _build(build: Callable[..., Half], given: Any, what: str, **usual: int) -> Half:
     known = signature(build).parameters
+    if not isinstance(given, Mapping):
+        raise PlanningError(f"The {what} is {given!r}; it must be dimensions by name, of {', '.join(known)}.")
+    dimensions: dict[str, Any] = {**usual, **given}
     unknown: Sequence[str] = sorted(set(dimensions) - set(known))
     missing = [name for name, one in known.items() if one.default is one.empty and name not in dimensions]
     if unknown or missing:
@@ -231,10 +263,12 @@ def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str)
         wrong += [f"it lacks {', '.join(missing)}"] if missing else []
         raise PlanningError(f"The {what} cannot be built: {'; '.join(wrong)}. It takes {', '.join(known)}.")
     for name, value in dimensions.items():
-        if name in _NO_NUMBERS or value is None:
+        default = known[name].default
+        if name in _SWITCHES and not isinstance(value, bool):
+            raise PlanningError(f"The {what}'s {name} is {value!r}; it must be true or false.")
+        if name in _NO_NUMBERS or (value is None and default is None):
             continue
-        usual = known[name].default
-        least = 1 if usual is known[name].empty or usual else 0
+        least = 1 if default is known[name].empty or default else 0
         if type(value) is not int or value < least:
             raise PlanningError(f"The {what}'s {name} is {value!r}; it must be a whole number, at least {least}.")
     if not dimensions.get("head_size") and dimensions["hidden"] % dimensions["heads"]:
@@ -246,4 +280,4 @@ def _build(build: Callable[..., Half], dimensions: Mapping[str, Any], what: str)
     try:
         return build(**dimensions)
     except (TypeError, ZeroDivisionError) as error:
-        raise PlanningError(f"The {what} cannot be built from {dict(dimensions)}: {error}.") from error
+        raise PlanningError(f"The {what} cannot be built from {dimensions}: {error}.") from error

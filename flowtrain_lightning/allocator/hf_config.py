@@ -12,6 +12,15 @@ from flowtrain_lightning.packing.role_graph import GENERATED
 
 Config = Mapping[str, Any]
 
+_PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("_config", Mapping, "a part with fields of its own"),
+    ("_indexes", list | tuple, "a list of layers"),
+)
+"""How names of fields end that hold no number, what they hold, and how it is called."""
+
+_SIDES = ("image_size", "patch_size")
+"""Fields that may hold a number for each side."""
+
 _SETTINGS = ("quantization_config", "generation_config", "compression_config", "task_specific_params")
 """Fields of a config that describe no part of the model though they are called so."""
 
@@ -142,15 +151,22 @@ def _optional(config: Config, name: str) -> Any:
 
 def _checked(value: Any, name: str) -> Any:
     """A number that can be calculated with, or a part of the config."""
-    is_part = isinstance(value, (Mapping, list, tuple))
-    if not is_part and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-        raise PlanningError(f"The config's {name} is {value!r}; it must be a number above 0.")
+    for end, kind, what in _PARTS:
+        if name.endswith(end):
+            if not isinstance(value, kind):
+                raise PlanningError(f"The config's {name} is {value!r}; it must be {what}.")
+            return value
+    for number in value if isinstance(value, list | tuple) and value and name in _SIDES else (value,):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or number <= 0 or (number % 1 and not name.endswith("_ratio")):
+            what = "a number" if name.endswith("_ratio") else "a whole number"
+            raise PlanningError(f"The config's {name} is {value!r}; it must be {what} above 0.")
     return value
 
 
 def _text(config: Config) -> Config:
     """The backbone's fields: a part of their own, or (in older files) at the top."""
-    text: Config = config.get("text_config") or config
+    text: Config = _checked(config["text_config"], "text_config") if config.get("text_config") else config
     return text
 
 
@@ -202,7 +218,7 @@ def _qwen2_vl(config: Config) -> dict[str, Half]:
 def _qwen2_5_vl(config: Config) -> dict[str, Half]:
     vision = {"model_type": "qwen2_5_vl_vision", **_field(config, "vision_config")}
     width, merge = _field(vision, "hidden_size"), _field(vision, "spatial_merge_size")
-    side = _field(vision, "window_size") // _field(vision, "patch_size")
+    side = _field(vision, "window_size") // _side(vision, "patch_size")
     windows = {"window": side * side, "full_layers": len(_field(vision, "fullatt_block_indexes"))}
     inner = _field(vision, "intermediate_size")
     return {"image": _qwen(vision, width, inner, _field(vision, "out_hidden_size"), merge, gated=True, **windows)}
@@ -224,7 +240,7 @@ def _qwen(vision: Config, width: int, feed_forward: int, output: int, merge: int
         hidden=width,
         feed_forward=feed_forward,
         heads=_field(vision, "num_heads"),
-        patch=_field(vision, "patch_size"),
+        patch=_side(vision, "patch_size"),
         frames=_field(vision, "temporal_patch_size"),
         merge=merge,
         projector_width=merge * merge * width,
@@ -241,7 +257,7 @@ def _llava(config: Config) -> dict[str, Half]:
 
 def _internvl(config: Config) -> dict[str, Half]:
     output = _field(_text(config), "hidden_size")
-    merge = round(1 / config.get("downsample_ratio", 0.5))
+    merge = round(1 / (_optional(config, "downsample_ratio") or 0.5))
     return {"image": _plain_vision(config, output, merge, projector_width=output, extra_tokens=1)}
 
 

@@ -126,14 +126,20 @@ def _gathered_bytes(problem: RoleProblem, family: Family) -> tuple[tuple[float, 
 
     In a backward, what is outside of layers is there whole beside two layers, with the gradients of one layer in both
     widths and of what comes after the layers. At its end, what is outside is reduced: its gradient is there in both
-    widths, and of layers nothing.
+    widths, and of layers nothing. Equal projectors side by side, as Qwen3-VL's mergers, are gathered one by one as
+    layers are.
     """
     width, reduced = problem.precision.computing, problem.precision.reduced
     half, tensor = problem.half, family.tensor
-    layer = max((_gathered_parameters(half, part, family) for part in half.layers), default=0.0)
-    outside = sum(parameters_of_rank(half, part, tensor) for part in half.parts if not isinstance(part, Layers))
+    aside = [part for part in half.parts if isinstance(part, Dense) and part.copies > 1]
     last = max((number for number, part in enumerate(half.parts) if isinstance(part, Layers)), default=-1)
-    after = sum(parameters_of_rank(half, part, tensor) for part in half.parts[last + 1 :])
+    sizes = [
+        0.0 if isinstance(part, Layers) or part in aside else parameters_of_rank(half, part, tensor)
+        for part in half.parts
+    ]
+    layer = max((_gathered_parameters(half, part, family) for part in half.layers), default=0.0)
+    layer = max(layer, sum(parameters_of_rank(half, part, tensor) / part.copies for part in aside))
+    outside, after = sum(sizes), sum(sizes[last + 1 :])
     if any(isinstance(part, Dense) and part.tied for part in half.parts):
         after = outside
     computing = (GATHERED_LAYERS * layer + outside) * width, layer * (width + reduced) + after * width

@@ -23,7 +23,8 @@ from flowtrain_lightning.allocator.planner import PLAN_KINDS, NoPlanError, PlanK
 from flowtrain_lightning.allocator.role_layout import Layout
 from flowtrain_lightning.allocator.role_problem import Family, Problems
 
-_MOST_DEVICES = 2**16
+MOST_DEVICES = 2**16
+"""More are neither planned for nor asked for."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class ModelledCosts:
         allows: Callable[[str, Layout], bool] = lambda role, layout: True,
         kinds: Sequence[PlanKind] = PLAN_KINDS,
         staged: Collection[str] = (Problems.trunk,),
+        thrifty: bool = False,
     ) -> tuple[ModelledPlan, ...]:
         """The same, but of layouts that a role is allowed and of these kinds, and empty where none fits.
 
@@ -86,12 +88,13 @@ class ModelledCosts:
             allows: whether a role may have a layout.
             kinds: of plans.
             staged: roles that may have stages where roles have layouts of their own.
+            thrifty: also, behind these, plans of the same kinds that are no slower on fewer nodes, or on half of one.
         """
         every = {role: self.allowed(role, allows) for role in self.problems}
         if len(every) == 1:
-            alone = [plan for tables in self._plainest_first(every) if (plan := uniform_plan(self.problems, tables))]
+            alone = [plan for plan in self._sharing(uniform_plan, every) if plan is not None]
             enough = (1 + self.margin) * min((plan.seconds for plan in alone), default=0.0)
-            return (self._plainest(alone, enough),) if alone else ()
+            return (thriftiest(self._plainest(alone, enough), alone, self._cluster.per_node),) if alone else ()
         whole = {role: table.of_families(_has_no_stages) for role, table in every.items() if role not in staged}
         apart = {**every, **whole}
         plain = _of_whole_layers(apart)
@@ -103,18 +106,33 @@ class ModelledCosts:
             if kind == "mixed":
                 return [mixed_plan(self.problems, tables) for tables in (plain, apart)]
             if kind == "colocated":
-                return [colocated_plan(self.problems, tables) for tables in self._plainest_first(apart)]
-            return [uniform_plan(self.problems, tables) for tables in self._plainest_first(every)]
+                return self._sharing(colocated_plan, apart)
+            return self._sharing(uniform_plan, every)
 
-        found = [[plan for plan in of_kind(kind) if plan is not None] for kind in PLAN_KINDS if kind in kinds]
+        every_kind = (of_kind(kind) for kind in PLAN_KINDS if kind in kinds)
+        found = [[one for one in plans if one is not None and one.starts_on(self._cluster)] for plans in every_kind]
         # How far the roles of a mixed plan wait for each other only a simulation tells: it sets no mark for others.
         marks = [plan.seconds for plans in found for plan in plans if plan.kind != "mixed"]
         enough = (1 + self.margin) * min(marks, default=0.0)
-        return tuple(self._plainest(plans, enough) for plans in found if plans)
+        plainest = [self._plainest(plans, enough) for plans in found if plans]
+        if thrifty:
+            per_node = self._cluster.per_node
+            others = [
+                thriftiest(one, plans, per_node) for one, plans in zip(plainest, filter(None, found), strict=True)
+            ]
+            plainest += [other for other in others if not any(other is one for one in plainest)]
+        return tuple(plainest)
 
     def allowed(self, role: str, allows: Callable[[str, Layout], bool]) -> CandidateTable:
         """The candidates of a role in layouts that it is allowed."""
         return self._table(role).of_layouts(partial(allows, role))
+
+    def _sharing(
+        self, best: Callable[[Problems, Tables], ModelledPlan | None], tables: Tables
+    ) -> list[ModelledPlan | None]:
+        """Plans of roles that share their devices, the plainest first; on any number of devices where else none is."""
+        found = [best(self.problems, some) for some in self._plainest_first(tables)]
+        return found if any(found) else [best(self.problems, tables)]
 
     def _plainest_first(self, tables: Tables) -> Iterator[Tables]:
         """Candidates for roles that share their devices: all of them, or else half, a quarter and so on."""
@@ -136,9 +154,9 @@ class ModelledCosts:
         """The fewest devices on which something fits: whole nodes, or part of one; None up to 65,536."""
         cluster = self._cluster
         count = cluster.devices
-        while count <= _MOST_DEVICES and not self._fits_on(count):
+        while count <= MOST_DEVICES and not self._fits_on(count):
             count = _next_size(cluster, count, 2 * count)
-        if count > _MOST_DEVICES:
+        if count > MOST_DEVICES:
             return None
         low, high = cluster.devices, count
         while (middle := _next_size(cluster, low, (low + high) // 2)) not in (low, high):
@@ -167,6 +185,13 @@ class ModelledCosts:
 
     def _fits_on(self, devices: int) -> bool:
         return bool(replace(self, problems=self.problems.on(replace(self._cluster, devices=devices))).plans())
+
+
+def thriftiest(plan: ModelledPlan, others: Sequence[ModelledPlan], per_node: int) -> ModelledPlan:
+    """The plan, or one on fewer nodes, or within a node on half of the devices, that is no slower."""
+    rented = plan.rented(per_node)
+    better = [one for one in others if one.seconds <= plan.seconds and one.rented(per_node) < rented]
+    return thriftiest(min(better, key=lambda one: one.seconds), others, per_node) if better else plan
 
 
 def _of_whole_layers(tables: Tables) -> Tables:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import exp, hypot
+from math import exp, hypot, inf, lcm
 
 from flowtrain_lightning.allocator.allocation import Allocation, Order
 from flowtrain_lightning.allocator.candidates import Candidate, evaluate, why_undividable
 from flowtrain_lightning.allocator.coefficients import FITTED_DEVICES, ROW_BAND, WIDENING, assumed_efficiency
+from flowtrain_lightning.allocator.devices import Cluster, fewest_nodes
+from flowtrain_lightning.allocator.digits import in_digits
 from flowtrain_lightning.allocator.memory_use import kept_activations
 from flowtrain_lightning.allocator.planner import PlanKind, Prediction
 from flowtrain_lightning.allocator.rank_assignment import assign_ranks, largest_tensor_degree
@@ -69,7 +71,7 @@ class ModelledPlan(Prediction):
     def cells(self) -> dict[str, str]:
         """The band of the time, devices, utilization and memory."""
         return {
-            "80 % band": f"{self.seconds_low:.3g} to {self.seconds_high:.3g}",
+            "80 % band": f"{in_digits(self.seconds_low, 3)} to {in_digits(self.seconds_high, 3)}",
             "devices": str(self.devices),
             "MFU": f"{100 * self.mfu:.1f} %",
             "peak GB": f"{self.peak_bytes / 1e9:.1f}",
@@ -86,6 +88,21 @@ class ModelledPlan(Prediction):
             mfu=self.mfu / times,
         )
 
+    def nodes(self, per_node: int) -> int | None:
+        """The fewest equal nodes of at most ``per_node`` devices that it starts on, tensor ranks on one; None: none."""
+        return fewest_nodes(self.devices, per_node, lcm(*(one.layout.tensor for one in self.chosen.values())))
+
+    def starts_on(self, cluster: Cluster) -> bool:
+        """Whether it starts on as many devices of each node, of no more nodes than there are."""
+        nodes = self.nodes(cluster.per_node)
+        return nodes is not None and nodes <= -(-cluster.devices // cluster.per_node)
+
+    def rented(self, per_node: int) -> float:
+        """Devices that one pays for to start it: those of whole nodes, or within a node a power of two."""
+        if self.devices <= per_node:
+            return min(per_node, 1 << (self.devices - 1).bit_length())
+        return per_node * (self.nodes(per_node) or inf)
+
     def is_laid_out_as(self, other: ModelledPlan) -> bool:
         """Whether both put the same layouts onto the same devices: uniform plans are colocated, too."""
         together = ("uniform", "colocated")
@@ -98,7 +115,7 @@ class ModelledPlan(Prediction):
         return mine == others and self.order == other.order
 
     def allocation(self, per_node: int) -> Allocation:
-        """The plan's layouts put onto nodes of ``per_node`` devices.
+        """The plan's layouts put onto nodes of ``per_node`` devices, of which it may start on fewer each.
 
         Raises:
             AllocationError: of several nodes, the backbone is smaller than a group of tensor ranks, so that it cannot
@@ -107,7 +124,8 @@ class ModelledPlan(Prediction):
         layouts = {role: candidate.layout for role, candidate in self.chosen.items()}
         recompute = {role: candidate.recompute for role, candidate in self.chosen.items()}
         offload = {role: candidate.offload for role, candidate in self.chosen.items() if candidate.offload != "none"}
-        found = self._placed(layouts, per_node)
+        nodes = self.nodes(per_node) or 1
+        found = self._placed(layouts, per_node if nodes == 1 else self.devices // nodes)
         limit = self.chosen[Problems.trunk].activation_bytes
         return replace(found, recompute=recompute, offload=offload, order=self.order, activation_bytes=limit)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -13,7 +13,7 @@ from flowtrain_lightning.allocator.candidates import (
     CandidateTable,
     usable_bytes,
 )
-from flowtrain_lightning.allocator.flops import IntArray
+from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.modelled_plan import (
     ModelledPlan,
     joint_bytes,
@@ -59,12 +59,14 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
 
     Throughputs are matched with the time that each role waits for the others added to its own. How long that is
     depends on the answer, so it is taken from the answer before, for a few rounds. What this leaves over goes to one
-    of the roles in the first plan, even if that gains nothing. None stands for what does not fit.
+    of the roles in the first plan, even if that gains nothing; in the second, where else nodes would not be equal, what
+    it leaves over of its last node. None stands for what does not fit.
     """
     waits, former = dict.fromkeys(tables, 0.0), None
     fronts = {role: table.fastest_by_devices for role, table in tables.items()}  # which waiting as long leaves as it is
     full: list[ModelledPlan] = []
     lean: list[ModelledPlan] = []
+    per_node = problems.cluster.per_node
     for _ in range(_ROUNDS):
         waiting = {role: front.slowed_by(waits[role]) for role, front in fronts.items()}
         slowed = match_throughputs(waiting, problems.cluster.devices)
@@ -75,9 +77,12 @@ def separate_plans(problems: Problems, tables: Tables) -> tuple[ModelledPlan | N
             break
         for one in (chosen, *_beside(problems, tables, chosen)):
             lean.append(side_by_side(problems, one))
-            full += _on_all(problems, tables, one)
+            if not lean[-1].starts_on(problems.cluster):
+                lean[-1:] = _on(-(-lean[-1].devices // per_node) * per_node, problems, tables, one)
+            full += _on(problems.cluster.devices, problems, tables, one)
         waits, former = waiting_seconds(problems, chosen), chosen
-    fastest = (min(plans, key=lambda plan: plan.seconds, default=None) for plans in (full, lean))
+    starting = ([plan for plan in plans if plan.starts_on(problems.cluster)] for plans in (full, lean))
+    fastest = (min(plans, key=lambda plan: plan.seconds, default=None) for plans in starting)
     return next(fastest), next(fastest)
 
 
@@ -120,9 +125,9 @@ def _beside(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate])
                 yield {**chosen, role: front.candidate(number), trunk: backbone.candidate(fitting - 1)}
 
 
-def _on_all(problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[ModelledPlan]:
-    """Plans like the chosen one in which one role has the devices that it leaves over too."""
-    left = problems.cluster.devices - sum(one.devices for one in chosen.values())
+def _on(devices: int, problems: Problems, tables: Tables, chosen: Mapping[str, Candidate]) -> Iterator[ModelledPlan]:
+    """Plans like the chosen one in which one role has what that leaves over of so many devices too."""
+    left = devices - sum(one.devices for one in chosen.values())
     for role, one in chosen.items():
         larger = tables[role].on(one.devices + left)
         if len(larger):
@@ -169,24 +174,31 @@ def _best_together(
     bound = {
         key: sum(float(table.seconds[groups[role][key]].min()) for role, table in tables.items()) for key in shared
     }
-    fitting: list[tuple[float, float, dict[str, Candidate]]] = []
-    fastest = np.inf
+    fitting: list[tuple[float, float, list[int]]] = []
+    fastest, overhead = np.inf, problems.cluster.device.overhead
     for key in sorted(shared, key=lambda key: (bound[key], str(key))):
         if bound[key] > fastest * (1 + _NEAR):
             break
-        fronts = [table.fastest_by_memory(groups[role][key]) for role, table in tables.items()]
-        for picked in product(*fronts):
-            chosen = _picked(tables, picked)
-            total = sum(one.seconds for one in chosen.values())
-            peak = joint_bytes(problems, {role: one.bytes for role, one in chosen.items()})
-            if peak <= limit and total <= fastest * (1 + _NEAR):
-                fastest = min(fastest, total)
-                fitting.append((total, peak, chosen))
+        fronts = {role: table.fastest_by_memory(groups[role][key]) for role, table in tables.items()}
+        totals = _sums_of_each([tables[role].seconds[front] for role, front in fronts.items()])
+        peaks = overhead + _sums_of_each([tables[role].bytes[front] - overhead for role, front in fronts.items()])
+        fastest = min(fastest, float(totals.min(initial=np.inf, where=peaks <= limit)))
+        for at in map(tuple, np.argwhere((peaks <= limit) & (totals <= fastest * (1 + _NEAR)))):
+            picked = [int(front[place]) for front, place in zip(fronts.values(), at, strict=True)]
+            fitting.append((float(totals[at]), float(peaks[at]), picked))
     if not fitting:
         return None
     near = (one for one in fitting if one[0] <= fastest * (1 + _NEAR))
     seconds, _, best = min(near, key=lambda one: (max(one[1], (1 - _TO_SPARE) * limit), one[0]))
-    return plan_from(kind, problems, best, seconds=seconds)
+    return plan_from(kind, problems, _picked(tables, best), seconds=seconds)
+
+
+def _sums_of_each(columns: Sequence[FloatArray]) -> FloatArray:
+    """``[of the first, of the second …]`` the sum of one number of each column, for every choice of these."""
+    first, *others = columns
+    for column in others:
+        first = first[..., None] + column
+    return first
 
 
 def _picked(tables: Tables, indices: Iterable[int]) -> dict[str, Candidate]:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
-from flowtrain_lightning.allocator.allocation import Allocation, Order, Placement, number_spans
-from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute
+from flowtrain_lightning.allocator.allocation import Allocation, Order, Placement
+from flowtrain_lightning.allocator.role_layout import AllocationError, Layout, Offload, Recompute, number_spans
 from flowtrain_lightning.packing.role_graph import Edge
 
 Part = TypeVar("Part")
@@ -27,6 +27,7 @@ class PlanContent:
         edges: modality -> which role encodes it and which one reads the features; needed where names do not say it.
         order: what decides in which order ranks work.
         activation_bytes: of activations that a rank may keep for backwards.
+        encoder_activations: encoder batches whose activations a rank keeps.
     """
 
     placement: Placement
@@ -34,6 +35,7 @@ class PlanContent:
     edges: dict[str, list[str]] | None = None
     order: Order = "rules"
     activation_bytes: float | None = None
+    encoder_activations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def write_plan(allocation: Allocation, path: Path, heading: str) -> None:
         content["edges"] = named
     if allocation.order != "rules":
         content["order"] = allocation.order
-    if allocation.activation_bytes is not None:
-        content["activation_bytes"] = allocation.activation_bytes
+    limits = {name: getattr(allocation, name) for name in ("activation_bytes", "encoder_activations")}
+    content |= {name: limit for name, limit in limits.items() if limit is not None}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
     try:
         path.write_text(comment + text, encoding="utf-8")
@@ -116,6 +118,7 @@ def read_plan(path: Path) -> Allocation:
             None if plan.edges is None else tuple(_edge(modality, ends) for modality, ends in plan.edges.items()),
             plan.order,
             plan.activation_bytes,
+            plan.encoder_activations,
         )
     except AllocationError as error:
         raise AllocationError(f"{path}: {error}") from error

@@ -86,7 +86,7 @@ class PlacementChoice(Generic[P]):
     Attributes:
         predictions: of every allocation that was looked at.
         chosen: of the predictions within ``margin`` of the fastest the simplest, and of equally simple ones the
-            fastest.
+            fastest; or one that is no slower on fewer devices.
         margin: see `CostSource`.
     """
 
@@ -132,12 +132,14 @@ class PlacementChoice(Generic[P]):
     def _simpler_than(self, fastest: P) -> str:
         """Why not the fastest, as part of a sentence."""
         name, saved = self.chosen.name, 1 - fastest.seconds / self.chosen.seconds
+        near = [each for each in self.predictions if each.seconds <= fastest.seconds * (1 + self.margin)]
+        is_simplest = all(PLAN_KINDS.index(each.kind) >= PLAN_KINDS.index(self.chosen.kind) for each in near)
+        within = f"within {100 * self.margin:.0f} % of the fastest ({fastest.name} would save {100 * saved:.1f} %)"
+        if not is_simplest:
+            return f"{name} is {within}, and takes fewer devices than what is simpler"
         if saved < _AS_FAST:
             return f"{name} is as fast as {fastest.name}, and simpler"
-        return (
-            f"{name} is the simplest within {100 * self.margin:.0f} % of the fastest ({fastest.name} would save "
-            f"{100 * saved:.1f} %)"
-        )
+        return f"{name} is the simplest {within}"
 
     def _fastest(self, separates: bool) -> P | None:
         found = (each for each in self.predictions if each.separates == separates)

@@ -283,3 +283,16 @@ class RoleLayout:
 def count_ranks(count: int) -> str:
     """A number of ranks in words."""
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def number_spans(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers as text: neighbours are joined, as in ``0-5, 8-13``."""
+    known = set(numbers)
+    first = [number for number in numbers if number - 1 not in known]
+    last = [number for number in numbers if number + 1 not in known]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def in_spans(ranks: tuple[int, ...]) -> str:
+    """Ascending ranks in words, as in ``rank 3`` and ``ranks 0-5, 8-13``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {number_spans(ranks)}"

@@ -14,8 +14,7 @@ from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.devices import Cluster
 from flowtrain_lightning.allocator.flops import FloatArray, attended_pairs, forward_flops, model_flops
 from flowtrain_lightning.allocator.role_layout import Layout, Offload, PlanningError, Recompute, Sharding
-from flowtrain_lightning.allocator.workload import RoleLoad, Workload, role_loads
-from flowtrain_lightning.packing.bin_packing import best_fit
+from flowtrain_lightning.allocator.workload import RoleLoad, Workload, filled_batches, role_loads
 from flowtrain_lightning.packing.role_graph import BACKBONE
 from flowtrain_lightning.packing.stage_schedule import Cut, Schedule
 
@@ -110,9 +109,6 @@ DIVIDED: Mapping[Sharding, tuple[str, ...]] = {
 
 _DRAWN_LENGTHS = 64
 """Lengths whose work is computed; that of others is read off between them."""
-
-_PACKED = 512
-"""Items that are packed to see how far samples fill a forward; of more, every so many-th."""
 
 _ITEMS_OF_A_RANK = 16
 """So many of a rank's costliest items are looked at for the bound of `RoleProblem.unevenness`."""
@@ -285,16 +281,7 @@ class RoleProblem:
         """Forwards that the items of a step fill, as the packer counts them: within the budget, and no item is cut."""
         if self.load.forwards is not None:
             return float(self.load.forwards)
-        lengths = np.sort(self.load.lengths)[::-1].astype(np.int64)
-        count = max(1, round(self.load.items))
-        few = min(count, _PACKED)
-        drawn = np.ascontiguousarray(lengths[np.arange(few) * len(lengths) // few])
-        batch, opened = best_fit(drawn, self.load.budget, few)
-        if few == count or opened == 1:
-            return opened * count / few
-        filled = np.sort(np.bincount(batch, weights=drawn))[::-1]
-        rest = filled[-1] / filled[:-1].mean()  # of the last one, which more items would fill
-        return float((opened - 1 + min(1.0, rest)) * count / few)
+        return filled_batches(self.load.lengths, max(1, round(self.load.items)), self.load.budget)
 
     def unevenness(self, data: FloatArray) -> FloatArray:
         """Work of the busiest data rank over the mean one, ``[layouts]`` as ``data``: samples and media are not cut.

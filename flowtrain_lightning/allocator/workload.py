@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from math import log
 from statistics import NormalDist
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from flowtrain_lightning.allocator.description import ModuleDescription
 from flowtrain_lightning.allocator.flops import FloatArray, IntArray
 from flowtrain_lightning.allocator.role_layout import PlanningError
+from flowtrain_lightning.packing.bin_packing import best_fit
 from flowtrain_lightning.packing.encoder_batches import ENCODER_BUDGET
 from flowtrain_lightning.packing.policies.trunk_order import MOST_OPEN
 from flowtrain_lightning.packing.role_graph import BACKBONE
@@ -29,6 +31,14 @@ ENCODER_BATCHES_IN_FLIGHT = 4
 Ranks with both roles keep as many on several devices, since they encode ahead for each other; a lone one keeps what a
 microbatch reads.
 """
+
+
+PACKED = 512
+"""Items that are packed to see how far samples fill a forward; of more, every so many-th."""
+
+
+_FEW = 8
+"""Samples of a microbatch above which they fill it."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,10 @@ class Workload:
 
     def filling(self, microbatches: int) -> Workload:
         """The same in steps that fill so many microbatches, as training makes them where nothing else is said."""
-        tokens = StreamSettings.fill * microbatches * self.token_budget
-        samples = max(1, round(tokens / self.tokens.mean()))
-        return replace(self, microbatches=microbatches, global_batch_size=samples)
+        each = StreamSettings.fill * self.token_budget / float(self.tokens.mean())
+        if each < _FEW:  # of so long ones less finds room, as no sample is cut
+            each = min(each, PACKED / filled_batches(self.tokens, PACKED, self.token_budget))
+        return replace(self, microbatches=microbatches, global_batch_size=max(1, round(microbatches * each)))
 
     def encoded_parts(self, modality: str) -> FloatArray:
         """``[items]`` the part of each media item of a modality that is encoded, on average: see `encoded_parts`."""
@@ -94,6 +105,25 @@ class Workload:
     def encoder_tokens(self) -> dict[str, float]:
         """Modality -> tokens of its encoder for each token of the backbone."""
         return {modality: float(lengths.sum() / self.tokens.sum()) for modality, lengths in self.media.items()}
+
+
+def filled_batches(lengths: IntArray, count: int, budget: int) -> float:
+    """Batches that so many items fill, as the packer counts them: within the budget, and no item is cut.
+
+    Args:
+        lengths: ``[items]`` of drawn items.
+        count: how many are packed; of more than `PACKED` so many are, spread over all lengths.
+        budget: the most tokens of a batch.
+    """
+    lengths = np.sort(lengths)[::-1].astype(np.int64)
+    few = min(count, PACKED)
+    drawn = np.ascontiguousarray(lengths[np.arange(few) * len(lengths) // few])
+    batch, opened = best_fit(drawn, min(budget, int(drawn.sum())), few)
+    if few == count or opened == 1:
+        return opened * count / few
+    filled = np.sort(np.bincount(batch, weights=drawn))[::-1]
+    rest = filled[-1] / filled[:-1].mean()  # of the last one, which more items would fill
+    return float((opened - 1 + min(1.0, rest)) * count / few)
 
 
 @dataclass(frozen=True)
@@ -149,7 +179,7 @@ def typical_workload(module: ModuleDescription, **settings: Any) -> Workload:
     spread = np.exp(np.array(quantiles))
     media = {
         modality: np.rint(1024 * spread[np.arange(count) * step % count]).astype(np.int64)
-        for modality, step in zip(module.modalities, (197, 311, 89), strict=False)
+        for modality, step in zip(module.modalities, cycle((197, 311, 89)), strict=False)
     }
     longest = max(1, settings.get("token_budget") or Workload.token_budget)
     return Workload(np.minimum(np.rint(1200 * spread).astype(np.int64), longest), media, **settings)

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from math import inf
 
 from flowtrain_lightning.allocator import PlanningError
+from flowtrain_lightning.allocator.digits import in_digits
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems
-from flowtrain_lightning.cli.plan_input import fewest_nodes
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,10 @@ class Bill:
 
     def text(self) -> str:
         """The bill in a sentence, with what is asked for first."""
-        hours = f"{self.hours:,.3g} hours ({self.hours_low:,.3g} to {self.hours_high:,.3g})"
+        hours, low, high = (in_digits(each, 3) for each in (self.hours, self.hours_low, self.hours_high))
         price = "" if self.cost is None else f" and {self.cost:,.0f} {self.currency}"
-        return f"{hours}{price} for training on {self.tokens:,.0f} tokens: {self.device_hours:,.4g} device hours"
+        told = f"{hours} hours ({low} to {high}){price} for training on {self.tokens:,.0f} tokens"
+        return f"{told}: {in_digits(self.device_hours, 4)} device hours"
 
     def values(self) -> dict[str, float | str | None]:
         """The bill for JSON."""
@@ -86,7 +87,8 @@ def bill_of(plan: ModelledPlan, problems: Problems, tokens: float, price: Price 
     backbone = problems.of_trunk
     hours = tokens / backbone.load.tokens * plan.seconds / 3600
     cluster = backbone.cluster
-    started = fewest_nodes(plan.devices, cluster.per_node) * cluster.per_node  # a node is rented whole
+    nodes = plan.nodes(cluster.per_node)
+    started = cluster.devices if nodes is None else nodes * cluster.per_node  # a node is rented whole
     device_hours = hours * min(started, cluster.devices)
     low, high = hours * plan.band.low, hours * plan.band.high
     if price is None:

@@ -21,6 +21,7 @@ from flowtrain_lightning.allocator import (
     choose_placement,
 )
 from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.allocator.modelled import thriftiest
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan, given_plan, plan_from, side_by_side
 from flowtrain_lightning.allocator.placements import least_seconds
 from flowtrain_lightning.allocator.planner import PlanKind
@@ -83,29 +84,35 @@ def choose_plans(
     Raises:
         NoPlanError: nothing fits at all.
     """
-    anyway = choose_placement(costs)
     modelled = running_plans(costs) if running is None else list(running)
     if not modelled:
-        return Choices(anyway, None)
+        return Choices(choose_placement(costs), None)
     played = modelled if simulator is None else simulator.simulated(modelled)
-    kinds = _one_of_each_kind(list(zip(modelled, played, strict=True)), costs.margin)
+    per_node = costs.problems.cluster.per_node
+    kinds = _one_of_each_kind(list(zip(modelled, played, strict=True)), costs.margin, per_node)
     both = [(before, as_loaded(after)) for before, after in kinds]
     recommended = choose_placement(_GivenPlans(tuple(after for _, after in both)))
+    chosen = thriftiest(recommended.chosen, recommended.predictions, per_node)
+    recommended = replace(recommended, chosen=chosen)
     before = next(before for before, after in both if after is recommended.chosen)
-    others = [plan for plan in anyway.predictions if why_plan_cannot_run(plan, costs.problems) is not None]
+    others = [plan for plan in costs.every_plan if why_plan_cannot_run(plan, costs.problems) is not None]
     return Choices(recommended, _faster(others, before, recommended.chosen, as_loaded))
 
 
 def _one_of_each_kind(
-    plans: Sequence[tuple[ModelledPlan, ModelledPlan]], margin: float
+    plans: Sequence[tuple[ModelledPlan, ModelledPlan]], margin: float, per_node: int
 ) -> list[tuple[ModelledPlan, ModelledPlan]]:
     """Of plans as modelled and as played one of each kind: with stages where it is faster by more than the margin.
 
-    So are encoders' stages, beside those of the backbone alone, and split backwards, beside whole ones. Of plans that
-    are as plain it is the fastest.
+    The first one of a kind gives way to a later one on fewer nodes, or on half of one, that is no slower as played.
+    So are encoders' stages, beside those of the backbone alone, and split backwards, beside whole ones. Of plans in
+    stages that are as plain it is the fastest.
     How long stages wait for each other only playing them tells: those that were not played are left out, if others run.
     """
-    plain = {before.kind: (before, after) for before, after in plans if not has_stages(before)}
+    plain: dict[PlanKind, tuple[ModelledPlan, ModelledPlan]] = {}
+    for before, after in (each for each in plans if not has_stages(each[0])):
+        first = plain.get(before.kind, (before, after))
+        plain[before.kind] = first if thriftiest(first[1], [after], per_node) is first[1] else (before, after)
     staged = [(before, after) for before, after in plans if has_stages(before)]
     if any(after is not before for before, after in staged) or plain:
         staged = [(before, after) for before, after in staged if after is not before]
@@ -126,11 +133,11 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
         allows: whether a role may have a layout, of those that it can run in; None: all of them, also in stages.
     """
     problems = costs.problems
-    found = costs.plans(allows or (lambda role, layout: can_run(role, layout, problems)))
+    found = costs.plans(allows or (lambda role, layout: can_run(role, layout, problems)), thrifty=True)
     if (
         len(problems) > 2 and allows is None
     ):  # several encoders: what each role may have where all share ranks is less than where none do
-        apart = costs.plans(lambda role, layout: can_run(role, layout, problems, "separate"))
+        apart = costs.plans(lambda role, layout: can_run(role, layout, problems, "separate"), thrifty=True)
         found = (
             *(plan for plan in found if plan.kind != "separate"),
             *(one for one in apart if one.kind == "separate"),
@@ -138,7 +145,7 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
     run = [plan for plan in found if why_plan_cannot_run(plan, problems) is None]
     if allows is not None or len(problems) == 1:
         return run
-    best = {plan.kind: plan.seconds for plan in run}  # that stages wait for each other only makes them slower
+    best = {plan.kind: plan.seconds for plan in reversed(run)}  # that stages wait for each other only makes them slower
     faster = (plan for plan in staged_plans(costs) if plan.seconds < best.get(plan.kind, inf))
     run += [plan for plan in faster if why_plan_cannot_run(plan, problems) is None]
     for plan in run:
@@ -319,7 +326,7 @@ def _suits(layout: Layout, problem: RoleProblem) -> str | None:
 
 def _why_text_cannot_run(layout: Layout) -> str | None:
     """The same of a language model, which Lightning's own strategies train: there is no encoder to place."""
-    if layout.shard in ("replicate", "fsdp") and layout.tensor == layout.pipeline == layout.context == 1:
+    if layout.shard in ("replicate", "fsdp") and layout.ranks_of_member == layout.expert == 1:
         return None
     return (
         f"has no encoder, so that Lightning's own strategies train it, and these have no layout {layout.describe()} "

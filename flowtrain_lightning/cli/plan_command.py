@@ -11,7 +11,6 @@ from pathlib import Path
 
 from flowtrain_lightning.allocator import (
     DEVICES,
-    PRECISIONS,
     WHOLE_COPIES,
     Allocation,
     Cluster,
@@ -21,7 +20,6 @@ from flowtrain_lightning.allocator import (
 )
 from flowtrain_lightning.allocator.plan_file import read_plan, write_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
-from flowtrain_lightning.allocator.role_problem import OPTIMIZERS
 from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT, LOSS_CHUNK
 from flowtrain_lightning.cli.command_table import command_parser
 from flowtrain_lightning.cli.plan_bill import Price, bill_of, read_price
@@ -33,6 +31,7 @@ from flowtrain_lightning.cli.plan_remedies import refusal
 from flowtrain_lightning.cli.plan_report import PlanReport, given_in_words
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
 from flowtrain_lightning.cli.plan_sweep import sweep
+from flowtrain_lightning.cli.plan_training import add_training, precision_of, trained
 from flowtrain_lightning.placement.profile import ProfileError, read_profile
 
 MISTAKES = (PlanningError, ProfileError)
@@ -53,13 +52,14 @@ def run() -> None:
     price = _price(options)
     if options.sweep and options.out is not None:
         raise PlanningError("--out writes one plan, but --sweep makes many; leave out one of them.")
-    question = _question(options)
+    if options.sweep and options.layout is not None:
+        raise PlanningError("--layout is for one number of devices, but --sweep plans for many; leave out one of them.")
+    question, is_searched = _question(options), options.token_budget == SEARCH
     if options.sweep:
-        sweep(question, options.time_to_train, price, options.plot, as_json=options.json)
+        sweep(question, options.time_to_train, price, options.plot, as_json=options.json, searches=is_searched)
         return
     layout = None if options.layout is None else read_plan(options.layout)
-    if options.token_budget == SEARCH:
-        question = best_budget(question)
+    question = (best_budget(question) if is_searched else question).as_it_fits()
     choices = _answer(question, layout)
     data = "typical lengths, assumed" if options.data is None else str(options.data)
     given = None if layout is None else question.given(layout)
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="h100", help=f"{', '.join(DEVICES)}, or a YAML file (default: %(default)s)")
     add("--nodes", type=int, help="in how many nodes (default: as many devices a node as usual)")
     add("--data", type=Path, metavar="LENGTHS.parquet", help="columns tokens, image_tokens … (default: typical ones)")
-    add("--freeze", action="append", default=[], help="encoder, tower (all but projectors) or backbone; repeatable")
+    add_training(parser)
     add(
         "--profile",
         "--calibrate",
@@ -98,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--encoder-activations",
         type=int,
-        default=ENCODER_BATCHES_IN_FLIGHT,
         metavar="BATCHES",
-        help="of which an encoder that trains keeps the activations, as in FlowTrainStrategy (default: %(default)s)",
+        help="of which an encoder that trains keeps the activations, as in FlowTrainStrategy (default: "
+        f"{ENCODER_BATCHES_IN_FLIGHT}, or as many as fit)",
     )
     add("--token-budget", type=_budget, default=8192, help="the most tokens of a microbatch, or search (default: 8192)")
     add(
@@ -110,10 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="tokens whose logits the loss holds at a time (default: %(default)s, as the models of Hugging Face here)",
     )
-    add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default: %(default)s")
-    add("--optimizer", choices=list(OPTIMIZERS), default=OPTIMIZERS[0], help="default: %(default)s")
-    add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of the backbone's weights")
-    add("--frozen-bf16", action="store_true", help="weights that do not train are kept in bf16")
     add("--offload-activations", action="store_true", help="keep them in the host's memory until the backward")
     add("--whole-copies", action="store_true", help="only layouts in which a rank holds all of its half")
     add("--layout", type=Path, metavar="PLAN.yaml", help="an allocation of your own, shown beside the best one")
@@ -140,15 +136,13 @@ def _price(options: argparse.Namespace) -> Price | None:
 
 
 def _question(options: argparse.Namespace) -> PlanQuestion:
-    module = read_module(options.model).with_frozen(*options.freeze)
-    if options.lora is not None:
-        module = module.with_adapters(options.lora)
+    module = trained(read_module(options.model), options)
     device = read_device(options.device)
-    per_node = devices_per_node(options.devices, device, options.nodes)
+    per_node, kept = devices_per_node(options.devices, device, options.nodes), options.encoder_activations
     settings = {
         "token_budget": None if options.token_budget == SEARCH else options.token_budget,
         "encoder_budget": options.encoder_budget,
-        "encoder_activations": options.encoder_activations,
+        "encoder_activations": ENCODER_BATCHES_IN_FLIGHT if kept is None else kept,
         "loss_chunk": options.loss_chunk,
     }
     space = WHOLE_COPIES if options.whole_copies else SearchSpace()
@@ -157,11 +151,10 @@ def _question(options: argparse.Namespace) -> PlanQuestion:
         Cluster(device, options.devices, per_node),
         in_steps(read_workload(options.data, module, settings), options, is_assumed=options.data is None),
         options.data,
-        replace(
-            PRECISIONS[options.precision].with_optimizer(options.optimizer), frozen=2 if options.frozen_bf16 else None
-        ),
+        precision_of(options),
         None if options.profile is None else read_profile(options.profile),
         replace(space, offload="activations" if options.offload_activations else "none"),
+        keeps_as_asked=kept is not None,
     )
 
 
@@ -171,7 +164,7 @@ def _answer(question: PlanQuestion, layout: Allocation | None) -> Choices:
     Raises:
         NoPlanError: nothing fits; says what would do, and what a layout that is given would take.
     """
-    if question.costs.every_plan:
+    if question.running or question.costs.every_plan:
         return question.answer()
     own = [] if layout is None else [given_in_words(question.given(layout), question.problems)]
     raise NoPlanError(" ".join([refusal(question), *own]))
@@ -201,4 +194,7 @@ def _write(report: PlanReport, path: Path) -> None:
     ]
     if (reason := why_plan_cannot_run(plan, report.problems)) is not None:
         heading.append(f"Training does not run it yet: it {reason}")
-    write_plan(plan.allocation(cluster.per_node), path, "\n".join(heading))
+    allocation, kept = plan.allocation(cluster.per_node), report.workload.encoder_activations
+    if kept != ENCODER_BATCHES_IN_FLIGHT:
+        allocation = replace(allocation, encoder_activations=kept)
+    write_plan(allocation, path, "\n".join(heading))

@@ -24,6 +24,7 @@ from flowtrain_lightning.allocator import (
     typical_workload,
 )
 from flowtrain_lightning.allocator.hf_config import READ
+from flowtrain_lightning.allocator.modelled import MOST_DEVICES
 from flowtrain_lightning.cli.lengths import media_column, media_content, media_lengths, media_start, read_lengths
 from flowtrain_lightning.placement.calibration import measured_efficiencies
 from flowtrain_lightning.placement.profile import Profile
@@ -72,8 +73,8 @@ def devices_per_node(devices: int, device: Device, nodes: int | None) -> int:
     Raises:
         PlanningError: nodes would not be equal, or there is no device.
     """
-    if devices < 1:
-        raise PlanningError(f"There are {devices} devices; a plan needs at least 1.")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise PlanningError(f"There are {devices:,} devices; plans are made for 1 to {MOST_DEVICES:,}.")
     if nodes is None:
         if devices > device.per_node and devices % device.per_node:
             raise PlanningError(
@@ -84,11 +85,6 @@ def devices_per_node(devices: int, device: Device, nodes: int | None) -> int:
     if nodes < 1 or devices % nodes:
         raise PlanningError(f"{devices} devices cannot be divided into {nodes} equal nodes.")
     return devices // nodes
-
-
-def fewest_nodes(devices: int, per_node: int) -> int:
-    """The number of equal nodes on which a plan's devices start, of which each has at most ``per_node``."""
-    return next(nodes for nodes in range(-(-devices // per_node), devices + 1) if devices % nodes == 0)
 
 
 def read_efficiencies(

@@ -51,6 +51,7 @@ class PlanQuestion:
         precision: bytes per number, and what of them is on the host.
         profile: how fast the module was measured to be.
         space: which layouts may be used.
+        keeps_as_asked: the number of encoder batches whose activations are kept was asked for.
     """
 
     module: ModuleDescription
@@ -60,6 +61,7 @@ class PlanQuestion:
     precision: Precision
     profile: Profile | None
     space: SearchSpace
+    keeps_as_asked: bool = False
 
     @cached_property
     def problems(self) -> Problems:
@@ -99,8 +101,9 @@ class PlanQuestion:
         Raises:
             PlanningError: it cannot be that of this module on these devices.
         """
-        plan = given_plan(self.problems, allocation)
-        return self._as_loaded(plan if self.simulator is None else self.simulator.simulated([plan])[0])
+        asked = self if (kept := allocation.encoder_activations) is None else self.with_encoder_activations(kept)
+        plan = given_plan(asked.problems, allocation)
+        return self._as_loaded(plan if asked.simulator is None else asked.simulator.simulated([plan])[0])
 
     def _as_loaded(self, plan: ModelledPlan) -> ModelledPlan:
         return held_up_by_loading(plan, self.problems, self.module)
@@ -137,6 +140,16 @@ class PlanQuestion:
     def with_encoder_activations(self, batches: int) -> PlanQuestion:
         """The same where encoders keep the activations of so many batches."""
         return replace(self, workload=replace(self.workload, encoder_activations=batches))
+
+    def as_it_fits(self) -> PlanQuestion:
+        """The same; or keeping fewer encoder batches, where else nothing fits that training runs, if none was asked."""
+        fewer = (self.with_encoder_activations(kept) for kept in range(self.workload.encoder_activations // 2, 0, -1))
+        return self if self.keeps_as_asked or self.running else next((one for one in fewer if one.running), self)
+
+    @property
+    def fits(self) -> bool:
+        """Whether training runs anything of it that fits, if need be with one encoder batch kept."""
+        return bool(self.running or (not self.keeps_as_asked and self.with_encoder_activations(1).running))
 
     @property
     def least_encoder_budget(self) -> int | None:

@@ -23,10 +23,10 @@ def remedies(question: PlanQuestion) -> list[str]:
         found.append(f"--token-budget {budget}")
     if (patches := _fitting_encoder_budget(question)) is not None:
         found.append(f"--encoder-budget {patches}")
-    if question.workload.encoder_activations > 1 and question.with_encoder_activations(1).running:
-        found.append("--encoder-activations 1")
+    if question.keeps_as_asked and question.workload.encoder_activations > 1:
+        found += ["--encoder-activations 1"] * bool(question.with_encoder_activations(1).running)
     for words, changed in _changed(question):
-        if changed.running:
+        if changed.fits:
             found.append(words)
         elif budget is None is patches and (less := _fitting_budget(changed)) is not None:
             found.append(f"{words} --token-budget {less}")
@@ -66,7 +66,7 @@ def _changed(question: PlanQuestion) -> Iterator[tuple[str, PlanQuestion]]:
 def _fitting_budget(question: PlanQuestion) -> int | None:
     """The largest of the smaller token budgets, by halves, with which training runs something that fits."""
     tried = _halves(question.workload.token_budget, question.least_budget)
-    return next((budget for budget in tried if question.with_budget(budget).running), None)
+    return next((budget for budget in tried if question.with_budget(budget).fits), None)
 
 
 def _fitting_encoder_budget(question: PlanQuestion) -> int | None:
@@ -74,7 +74,7 @@ def _fitting_encoder_budget(question: PlanQuestion) -> int | None:
     if (least := question.least_encoder_budget) is None:
         return None
     tried = _halves(question.workload.encoder_budget, least)
-    return next((patches for patches in tried if question.with_encoder_budget(patches).running), None)
+    return next((patches for patches in tried if question.with_encoder_budget(patches).fits), None)
 
 
 def _halves(usual: int, least: int) -> list[int]:

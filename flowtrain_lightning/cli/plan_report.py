@@ -9,9 +9,11 @@ from typing import Any
 
 from flowtrain_lightning.allocator import ModuleDescription, Workload
 from flowtrain_lightning.allocator.candidates import usable_bytes
+from flowtrain_lightning.allocator.digits import in_digits
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.planner import PLAN_KINDS
 from flowtrain_lightning.allocator.role_problem import Problems
+from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.cli.plan_bars import bars_of
 from flowtrain_lightning.cli.plan_bill import Bill
 from flowtrain_lightning.cli.plan_choice import Choices, kinds_alike, why_plan_cannot_run
@@ -74,6 +76,7 @@ class PlanReport:
             "data": self.data,
             "token_budget": self.problems.load.budget,
             "samples": round(self.problems.load.items),
+            "encoder_activations": self.workload.encoder_activations,
             "recommended": choice.chosen.kind if reason is None else None,
             "best": choice.chosen.kind,
             "reason": choice.reason,
@@ -172,14 +175,14 @@ class PlanReport:
 
     def _shown_in_words(self) -> str:
         plan, limit = self.shown, usable_bytes(self.problems.cluster)
-        rate = f"{plan.samples_per_second:,.4g} samples/s, {100 * plan.mfu:.1f} % of the peak FLOP/s (MFU)"
+        rate = f"{in_digits(plan.samples_per_second, 4)} samples/s, {100 * plan.mfu:.1f} % of the peak FLOP/s (MFU)"
         lines = [
-            ("a step", f"{plan.seconds:.4g} s; 80 % of measured ones from {_span(plan)}; {rate}"),
+            ("a step", f"{in_digits(plan.seconds, 4)} s; 80 % of measured ones from {_span(plan)}; {rate}"),
             (
                 "memory",
                 f"{plan.peak_bytes / 1e9:.1f} GB of the {limit / 1e9:.1f} GB of a device that can be planned for",
             ),
-            *((role, candidate_in_words(one)) for role, one in plan.chosen.items()),
+            *((role, candidate_in_words(one) + self._kept_by(role)) for role, one in plan.chosen.items()),
         ]
         if (cores := self._cores(plan)) is not None:
             lines.append(("loading", loading_in_words(cores)))
@@ -188,6 +191,13 @@ class PlanReport:
         longest = max(len(name) for name, _ in lines)
         return "\n".join(f"  {name:<{longest}}  {words}" for name, words in lines)
 
+    def _kept_by(self, role: str) -> str:
+        """The encoder batches of which a rank keeps activations, where they are not as many as usual."""
+        kept, trains = self.workload.encoder_activations, self.problems[role].half.trains
+        if kept == ENCODER_BATCHES_IN_FLIGHT or role not in self.problems.encoders or not trains:
+            return ""
+        return f"; activations of {counted(kept, 'encoder batch')} are kept (encoder_activations)"
+
     def _table(self) -> str:
         """The plans that differ, the fastest first; the recommended one is marked."""
         choice = self.choices.recommended
@@ -195,7 +205,7 @@ class PlanReport:
         for plan, others in sorted(kinds_alike(choice.predictions), key=lambda each: each[0].seconds):
             is_chosen = choice.chosen is plan or choice.chosen.name in others
             name = " = ".join([plan.name, *others])
-            cells = (f"{plan.seconds:.4g}", f"{plan.samples_per_second:.4g}", *plan.cells().values())
+            cells = (in_digits(plan.seconds, 4), in_digits(plan.samples_per_second, 4), *plan.cells().values())
             lines.append((f"{'>' if is_chosen else ' '} {name}", *cells))
         return text_table(("", "s/step", "samples/s", *choice.chosen.cells()), lines)
 
@@ -245,11 +255,11 @@ def given_in_words(plan: ModelledPlan, problems: Problems) -> str:
 
 
 def _time_of_given(plan: ModelledPlan) -> str:
-    return f"Yours ({plan.name}): {plan.seconds:.4g} s a step ({_span(plan)})"
+    return f"Yours ({plan.name}): {in_digits(plan.seconds, 4)} s a step ({_span(plan)})"
 
 
 def _span(plan: ModelledPlan) -> str:
-    return f"{plan.seconds_low:.3g} to {plan.seconds_high:.3g}"
+    return f"{in_digits(plan.seconds_low, 3)} to {in_digits(plan.seconds_high, 3)}"
 
 
 def _in_words(plan: ModelledPlan) -> str:

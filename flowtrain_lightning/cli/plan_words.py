@@ -8,7 +8,6 @@ from flowtrain_lightning.allocator import Layout, Workload
 from flowtrain_lightning.allocator.candidates import Candidate
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
 from flowtrain_lightning.allocator.role_problem import Problems, RoleProblem
-from flowtrain_lightning.cli.plan_input import fewest_nodes
 from flowtrain_lightning.placement.text_table import counted
 
 _HELD = {
@@ -98,10 +97,10 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, w
         backbone: what is known of its role.
         file: where the plan was written; None where it was not.
         workers: processes that load for each rank.
-        workload: says how encoder batches are bounded and kept.
+        workload: says how encoder batches are bounded.
     """
     path = Path("plan.yaml") if file is None else file
-    nodes = fewest_nodes(plan.devices, backbone.cluster.per_node)
+    nodes = plan.nodes(backbone.cluster.per_node) or 1
     load = backbone.load
     size = f"--data.token_steps.microbatches={load.forwards}"
     if load.forwards is None:
@@ -112,7 +111,6 @@ def next_command(plan: ModelledPlan, backbone: RoleProblem, file: Path | None, w
         f"--trainer.precision={backbone.precision.name}",
         "--trainer.strategy=flowtrain_lightning.FlowTrainStrategy",
         f"--trainer.strategy.allocation={path}",
-        *_unless_usual("--trainer.strategy.", workload, "encoder_activations"),
         size,
         f"--data.token_budget={load.budget}",
         *_unless_usual("--data.", workload, "encoder_budget"),

@@ -8,36 +8,38 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 from flowtrain_lightning.allocator import (
     DEVICES,
-    PRECISIONS,
     Allocation,
     Cluster,
     PlanningError,
     Workload,
     role_problems,
 )
+from flowtrain_lightning.allocator.devices import fewest_nodes
+from flowtrain_lightning.allocator.digits import in_digits
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli.command_table import UsageError, command_parser
 from flowtrain_lightning.cli.lengths import read_sizes
 from flowtrain_lightning.cli.plan_input import (
     devices_per_node,
-    fewest_nodes,
     read_device,
     read_efficiencies,
     read_module,
 )
 from flowtrain_lightning.cli.plan_loading import decoding_seconds
 from flowtrain_lightning.cli.plan_step_size import add_step_size, in_steps
+from flowtrain_lightning.cli.plan_training import add_training, precision_of, said_of_training, trained
 from flowtrain_lightning.packing import DEFAULT_COST, IMAGE, PackingError, SampleSizes
 from flowtrain_lightning.placement.drawn_steps import steps_of
 from flowtrain_lightning.placement.layout_costs import LayoutCosts, ModelledLayoutCosts, ProfiledLayoutCosts
 from flowtrain_lightning.placement.profile import Profile, ProfileError, read_profile
-from flowtrain_lightning.placement.request import refuse_what_cannot_run
+from flowtrain_lightning.placement.request import batches_kept, refuse_what_cannot_run
 from flowtrain_lightning.placement.simulation import PURPOSES, Activity, Simulation, simulate
 from flowtrain_lightning.placement.text_table import text_table
 
@@ -69,7 +71,8 @@ def run() -> None:
     costs, decoding = _costs(options, allocation, workload, profile)
     cost, media_costs = (DEFAULT_COST, {}) if profile is None else (profile.cost, profile.media_costs)
     steps = steps_of(workload, sizes, cost, media_costs, options.steps, options.seed)
-    found = simulate(steps.packed(allocation), allocation, costs, options.encoder_activations)
+    kept = batches_kept(options.encoder_activations, allocation)
+    found = simulate(steps.packed(allocation), allocation, costs, kept)
     if decoding is not None:
         found = found.waiting_for(decoding)
     if options.plot is not None:
@@ -86,12 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help=f"by dimensions, in any layout: a config.json, YAML, or one of {', '.join(CONFIGS)}")
     add("--device", default="h100", help=f"of --model: {', '.join(DEVICES)}, or a YAML file (default: %(default)s)")
     add("--nodes", type=int, help="of --model: how many there are (default: as many devices a node as usual)")
-    add("--freeze", action="append", default=[], help="of --model: encoder, tower or backbone; repeatable")
-    add("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="of --model (default: %(default)s)")
+    add_training(parser, "of --model: ")
     add("--steps", type=int, help="how many (default: 10, and more of them where each has few samples)")
     add_step_size(parser)
     add("--token-budget", type=int, help="the most tokens of a microbatch (default: that of the profile, or 8192)")
-    add("--encoder-activations", type=int, default=4, help="encoder batches that a rank keeps (default: %(default)s)")
+    add("--encoder-activations", type=int, help="encoder batches that a rank keeps (default: as the plan says, or 4)")
     add("--seed", type=int, default=0, help="decides which samples make a step (default: %(default)s)")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--plot", type=Path, metavar="TIMELINE.png", help="draw what the lanes do in one step")
@@ -132,8 +134,13 @@ def _costs(
     if options.model is None:
         if profile is None:
             raise UsageError("what a step takes follows from --profile, from the module's --model, or from both.")
+        if (said := said_of_training(options)) is not None:
+            raise UsageError(
+                f"{said} changes what the dimensions of --model take, but {options.profile} is of the module as it was "
+                f"measured. Give --model too, or leave {said} out."
+            )
         return ProfiledLayoutCosts(profile, allocation), None
-    module, device = read_module(options.model).with_frozen(*options.freeze), read_device(options.device)
+    module, device = trained(read_module(options.model), options), read_device(options.device)
     if len(module.encoders) == 1:  # takes whatever there is
         media, content = (
             {name: of[IMAGE] for name in module.encoders if IMAGE in of and len(workload.media[IMAGE])}
@@ -146,10 +153,12 @@ def _costs(
     of_a_batch = min(workload.encoder_budget, of_a_microbatch)  # what one microbatch reads is a batch, if it fits
     workload = replace(workload, encoder_budget=of_a_batch)
     is_uneven = allocation.size > device.per_node and allocation.size % device.per_node  # it leaves devices out
-    nodes = fewest_nodes(allocation.size, device.per_node) if is_uneven and not options.nodes else options.nodes
+    together = lcm(*(layout.tensor for layout in allocation.layouts.values()))
+    fewest = fewest_nodes(allocation.size, device.per_node, together)
+    nodes = fewest if is_uneven and not options.nodes else options.nodes
     cluster = Cluster(device, allocation.size, devices_per_node(allocation.size, device, nodes))
     shares = read_efficiencies(profile, module, workload, device, options.precision)
-    problems = role_problems(module, workload, cluster, options.precision, shares)
+    problems = role_problems(module, workload, cluster, precision_of(options), shares)
     members = {role: layout.data for role, layout in allocation.layouts.items()}
     costs = ModelledLayoutCosts(problems, allocation)  # which refuses other roles
     decoding = decoding_seconds(problems, module, members, apart=allocation.placement == "separate")
@@ -175,7 +184,8 @@ def _text(found: Simulation, profile: Profile | None, options: argparse.Namespac
         found.allocation.describe(),
         f"{len(found.seconds)} steps of {options.data} by {_source(options, profile)}",
         "",
-        f"a step: {seconds:.4g} s ({least:.4g} to {most:.4g}), {found.samples / seconds:,.4g} samples/s, "
+        f"a step: {in_digits(seconds, 4)} s ({in_digits(least, 4)} to {in_digits(most, 4)}), "
+        f"{in_digits(found.samples / seconds, 4)} samples/s, "
         f"{found.tokens / seconds:,.0f} tokens/s",
         "",
         text_table(("where time goes", "ranks", *PURPOSES), lines_of_roles),

@@ -17,9 +17,9 @@ from flowtrain_lightning.allocator import (
     RoleLayout,
     default_allocation,
 )
-from flowtrain_lightning.allocator.allocation import number_spans
 from flowtrain_lightning.allocator.plan_file import read_plan
-from flowtrain_lightning.allocator.role_layout import Sharding, count_ranks
+from flowtrain_lightning.allocator.role_layout import Sharding, count_ranks, number_spans
+from flowtrain_lightning.allocator.workload import ENCODER_BATCHES_IN_FLIGHT
 from flowtrain_lightning.packing.stage_schedule import StageSchedule
 from flowtrain_lightning.packing.step_members import TWO_ROLES
 from flowtrain_lightning.placement.profile import Profile, read_profile
@@ -157,6 +157,12 @@ def _made(role: str, wanted: Mapping[str, Any]) -> RoleLayout:
         return RoleLayout(**wanted)
     except AllocationError as error:
         raise AllocationError(f"roles for the {role}: {error}") from error
+
+
+def batches_kept(asked: int | None, allocation: Allocation | None) -> int:
+    """Encoder batches whose activations each rank keeps: as was asked for, or as the allocation says, or as usual."""
+    planned = None if allocation is None else allocation.encoder_activations
+    return next(each for each in (asked, planned, ENCODER_BATCHES_IN_FLIGHT) if each is not None)
 
 
 def refuse_other_ranks(allocation: Allocation, ranks: int, source: str) -> None:

@@ -73,6 +73,7 @@ def test_it_knows_which_ranks_have_both_lanes():
         allocate(offload={"encoder": "activations"}),
         allocate(order="searched"),
         allocate(order="searched", activation_bytes=3e10, offload={"encoder": "activations"}),
+        allocate(encoder_activations=1),
     ],
 )
 def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
@@ -121,6 +122,7 @@ def test_it_survives_a_trip_to_another_process_and_to_json(allocation):
         ),
         ({"activation_bytes": 1e9}, "activation_bytes is for one order of all works; give order: searched"),
         ({"order": "searched", "activation_bytes": 0.0}, "activation_bytes is 0.0; give the bytes"),
+        ({"encoder_activations": 0}, "encoder_activations is 0; it must be at least 1"),
         (
             {"order": "searched", "activation_bytes": 1e9, "recompute": {"encoder": "full"}},
             "encoder recomputes in every batch, but with activation_bytes only those that find no room",

@@ -6,7 +6,7 @@ import pytest
 
 from flowtrain_lightning.allocator import DEVICES, Cluster, PlanningError, device_from, named_device
 from flowtrain_lightning.allocator.coefficients import assumed_efficiency
-from flowtrain_lightning.allocator.devices import maker_device
+from flowtrain_lightning.allocator.devices import fewest_nodes, maker_device
 
 
 def test_every_known_device_says_where_its_numbers_are_from():
@@ -61,6 +61,8 @@ def test_a_device_with_other_peaks_is_not_taken_for_a_known_one(name):
         ({"name": "mine", "peak": 1e12}, "A device needs peak_float32, memory, memory_bandwidth, "),
         ({"name": "mine", "like": "a100", "color": "red"}, "A device has no color. Its attributes are name, peak"),
         ({"name": "mine", "like": "a100", "memory": "plenty"}, "device's memory is 'plenty'; it must be a number"),
+        ({"name": "mine", "like": "a100", "memory": None}, "device's memory is None; it must be a number"),
+        ({"name": "mine", "like": "a100", "memory": True}, "device's memory is True; it must be a number"),
         ({"name": "mine", "like": "a100", "memory": 0}, "'mine' has memory 0.0; it must be above 0"),
         ({"name": "mine", "like": "a100", "dense": 1.2}, "has dense 1.2; a share is at most 1"),
     ],
@@ -107,3 +109,16 @@ def test_memory_is_what_cards_report():
 
 def test_fewer_devices_than_a_node_has_are_a_part_of_one():
     assert Cluster(DEVICES["h100"], 3, 8).devices == 3
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(4, 1), (8, 1), (16, 2), (12, 2), (13, 13), (27, 9), (520, 65)])
+def test_all_devices_of_a_plan_start_on_equal_nodes_of_at_most_eight(devices, nodes):
+    assert fewest_nodes(devices, 8) == nodes
+    assert nodes * (devices // nodes) == devices
+
+
+def test_devices_that_share_a_layer_start_on_one_node():
+    assert fewest_nodes(12, 8, together=4) == 3
+    assert fewest_nodes(24, 8, together=8) == 3
+    assert fewest_nodes(9, 8, together=2) is None
+    assert fewest_nodes(7, 8, together=2) == 1, "one node has them all"

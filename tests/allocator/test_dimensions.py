@@ -88,6 +88,23 @@ def test_parts_are_frozen_by_name(frozen, trains):
             {"backbone": {**BACKBONE, "experts": {"many": 3}}, "encoders": {"image": IMAGE}},
             "The backbone cannot be built from",
         ),
+        (
+            {"backbone": {**BACKBONE, "experts": {"count": 4, "chosen": 8, "feed_forward": 64}}},
+            "A token chooses 8 of 4 experts; it cannot choose more than all",
+        ),
+        (
+            {"backbone": {**BACKBONE, "experts": {"count": 4, "chosen": 0, "feed_forward": 64}}},
+            "The experts' chosen is 0; it must be a whole number, at least 1",
+        ),
+        ({"backbone": {**BACKBONE, "hidden": None}}, "The backbone's hidden is None; it must be a whole number"),
+        (
+            {"backbone": {**BACKBONE, "window": 64, "full_layers": 99}},
+            "99 of them are said to attend to everything or to be unused; lower full_layers",
+        ),
+        ({"backbone": {**BACKBONE, "key_value_heads": 3}}, "must be a multiple of the other"),
+        ({"backbone": {**BACKBONE, "gated": "no"}}, "The backbone's gated is 'no'; it must be true or false"),
+        ({"backbone": BACKBONE, "encoders": {"image": 5}}, "The image encoder is 5; it must be dimensions by name"),
+        ({"backbone": BACKBONE, "generator": 5}, "The generator is 5; it must be dimensions by name"),
     ],
 )
 def test_dimensions_that_do_not_describe_a_module_are_refused(specification, words):

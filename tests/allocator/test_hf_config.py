@@ -75,12 +75,21 @@ def test_a_backbones_passes_are_what_torch_counts_with_causal_attention_halved(l
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' has no field 'vision_config'"),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": "32"}},
-            "num_hidden_layers is '32'; it must be a number above 0",
+            "num_hidden_layers is '32'; it must be a whole number above 0",
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": -1}},
-            "hidden_size is -1; it must be a number above 0",
+            "hidden_size is -1; it must be a whole number above 0",
         ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 2.5}},
+            r"num_hidden_layers is 2\.5; it must be a whole number above 0",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_size": [64]}},
+            r"hidden_size is \[64\]; it must be a whole number above 0",
+        ),
+        ({"model_type": "llava", "text_config": 5}, "text_config is 5; it must be a part with fields of its own"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_with_what_is_missing(config, words):

@@ -51,6 +51,7 @@ def test_a_plan_is_written_for_people_and_read_back(tmp_path):
             {"encoder": (0, 1), "backbone": (0, 1)},
             order="searched",
             activation_bytes=3e10,
+            encoder_activations=1,
         ),
         Allocation(
             "separate",

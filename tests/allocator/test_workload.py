@@ -54,6 +54,12 @@ def test_a_step_that_fills_microbatches_has_the_samples_that_this_takes():
     assert load.tokens == pytest.approx(0.986 * 32 * 8192, rel=0.01)
 
 
+@pytest.mark.parametrize(("length", "each"), [(5000, 1), (3000, 2), (4096, 1.97), (100, 80.77)])
+def test_long_samples_leave_microbatches_unfilled_since_none_is_cut(length, each):
+    workload = Workload(np.full(300, length), {"image": np.full(300, 64)}).filling(64)
+    assert workload.global_batch_size == round(64 * each)
+
+
 def test_typical_data_are_as_the_docstring_says():
     workload = typical_workload(MODULE)
     assert np.median(workload.tokens) == 1200

@@ -12,11 +12,11 @@ import pytest
 from lightning import Trainer
 
 from flowtrain_lightning.allocator import graph_of
+from flowtrain_lightning.allocator.devices import fewest_nodes
 from flowtrain_lightning.allocator.modelled import ModelledCosts
 from flowtrain_lightning.allocator.plan_file import read_plan
 from flowtrain_lightning.allocator.public_models import CONFIGS
 from flowtrain_lightning.cli import main
-from flowtrain_lightning.cli.plan_input import fewest_nodes
 from flowtrain_lightning.cli.train_command import BriefParser
 from flowtrain_lightning.data import FlowDataModule
 from flowtrain_lightning.placement.request import make_request, why_it_cannot_run
@@ -242,6 +242,30 @@ def test_the_hours_and_the_cost_of_training_are_told_with_their_band(plan):
     assert " EUR for training" in plan(*arguments[:-1], "2.5EUR")
 
 
+def test_large_figures_of_a_bill_have_no_exponents(plan):
+    printed = plan(*MODEL, "--devices", "8", "--batch", "64", "--time-to-train", "1e13", "--price", "2.5")
+    assert re.search(
+        r"^[0-9]+,[0-9]{3} hours \([0-9,]+ to [0-9,]+\) and [0-9,]+ USD .*: [0-9,]+ device hours$", printed, re.M
+    )
+    assert "e+" not in printed
+
+
+def test_samples_a_second_and_hours_are_those_of_steps_of_long_samples(plan, monkeypatch, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = {"tokens": [5000] * 1000, "image_tokens": [[2048]] * 1000}
+    parquet.write_table(pyarrow.table(table), tmp_path / "long.parquet")
+    common = ("--model", "qwen2-vl-2b", "--device", "h200", "--data", "long.parquet", "--json")
+    planned = json.loads(plan(*common, "--devices", "4", "--out", "plan.yaml", "--time-to-train", "1e9"))
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "simulate", *common, "--plan", "plan.yaml"])
+    main()
+    simulated = json.loads(capsys.readouterr().out)
+    rate = planned["plans"][planned["recommended"]]["samples_per_second"]
+    assert rate == pytest.approx(simulated["samples_per_second"], rel=0.05)
+    assert planned["bill"]["hours"] == pytest.approx(1e9 / simulated["tokens_per_second"] / 3600, rel=0.05)
+
+
 @pytest.mark.full
 def test_a_batch_too_small_for_the_devices_is_said_with_one_that_would_do(plan):
     arguments = (*MODEL, "--devices", "512")
@@ -289,6 +313,16 @@ def test_a_sweep_has_every_power_of_two_and_the_end(plan):
 @pytest.mark.full
 def test_a_sweep_says_where_nothing_fits(plan):
     assert "does not fit" in plan("--model", "qwen2.5-vl-7b", "--devices", "8", "--sweep")
+    found = json.loads(plan("--model", "qwen2.5-vl-7b", "--devices", "8", "--sweep", "--json"))
+    assert len({tuple(each) for each in found}) == 1, "the keys are the same where nothing fits"
+
+
+def test_a_sweep_searches_the_token_budget_of_each_number_of_devices(plan):
+    arguments = ("--model", "qwen2-vl-2b", "--device", "b200", "--devices", "2", "--sweep")
+    usual, searched = (json.loads(plan(*arguments, *more, "--json")) for more in ((), ("--token-budget", "search")))
+    assert {each["token_budget"] for each in usual} == {8192}
+    assert searched[-1]["token_budget"] == 16384
+    assert "16,384" in plan(*arguments, "--token-budget", "search")
 
 
 def test_a_config_file_dimensions_and_a_device_of_ones_own_are_read(plan, tmp_path):
@@ -433,17 +467,22 @@ def test_whole_copies_keep_to_what_replicates(plan):
     [
         (("--model", "gpt-2", "--devices", "8"), "flowtrain plan: There is no model 'gpt-2'."),
         (("--model", "nowhere.json", "--devices", "8"), "nowhere.json cannot be read"),
-        ((*MODEL, "--devices", "0"), "There are 0 devices; a plan needs at least 1."),
+        ((*MODEL, "--devices", "0"), "There are 0 devices; plans are made for 1 to 65,536."),
         (
             (*MODEL, "--devices", "12"),
             "12 devices cannot be divided into nodes of 8, as is usual for",
         ),
+        ((*MODEL, "--devices", "1000000000"), "There are 1,000,000,000 devices; plans are made for 1 to 65,536."),
         ((*MODEL, "--devices", "12", "--sweep"), "12 devices cannot be divided into nodes of 8"),
         (
             (*MODEL, "--devices", "8", "--group-by", "media"),
             "but the data name no two that are the same: give a column",
         ),
         ((*MODEL, "--devices", "8", "--sweep", "--out", "plan.yaml"), "--out writes one plan, but --sweep makes many"),
+        (
+            (*MODEL, "--devices", "8", "--sweep", "--layout", "mine.yaml"),
+            "--layout is for one number of devices, but --sweep plans for many",
+        ),
         ((*MODEL, "--devices", "8", "--nodes", "3"), "8 devices cannot be divided into 3 equal nodes"),
         (("--model", "smolvlm-2.2b", "--devices", "8", "--device", "h300"), "There is no device 'h300'. Did you mean"),
         ((*MODEL, "--devices", "8", "--freeze", "tail"), "There is no half 'tail' to freeze; choose from encoder"),
@@ -494,11 +533,19 @@ def test_a_smaller_token_budget_is_found_where_the_usual_one_does_not_fit(plan, 
     assert f"up to {budget:,} tokens" in plan(*arguments, "--token-budget", "search")
 
 
-def test_keeping_fewer_encoder_batches_is_offered_where_usual_ones_do_not_fit(plan):
-    arguments = ("--model", "qwen2.5-vl-7b", "--device", "l40s", "--devices", "4")
-    assert "--encoder-activations 1" in refused(plan, *arguments)
-    planned = plan(*arguments, "--encoder-activations", "1")
-    assert "--trainer.strategy.encoder_activations=1" in planned, "what trains on it keeps as few"
+def test_fewer_encoder_batches_are_kept_where_usual_ones_do_not_fit(plan, tmp_path):
+    arguments = ("--model", "qwen3-vl-8b", "--device", "l40s", "--devices", "5", "--nodes", "1")
+    assert "--encoder-activations 1" in refused(plan, *arguments, "--encoder-activations", "4")
+    printed = plan(*arguments, "--out", "plan.yaml")
+    kept = read_plan(tmp_path / "plan.yaml").encoder_activations
+    assert 1 <= kept < 4, "what trains on it keeps as few"
+    assert f"activations of {kept} encoder batch" in printed
+    assert json.loads(plan(*arguments, "--json"))["encoder_activations"] == kept
+
+
+def test_what_fits_with_an_encoder_in_stages_alone_is_planned(plan):
+    values = json.loads(plan("--model", "qwen2.5-vl-7b", "--device", "l40s", "--devices", "4", "--json"))
+    assert values["plans"][values["recommended"]]["roles"]["encoder"]["layout"]["pipeline"] == 4
 
 
 def test_smaller_encoder_batches_are_found_where_the_usual_ones_do_not_fit(plan, tmp_path):
@@ -537,6 +584,20 @@ def test_states_that_training_keeps_nowhere_but_on_the_device_are_not_said_to_ru
     values = json.loads(plan(*MODEL, "--devices", "2", "--optimizer", "adamw-offloaded", "--json"))
     assert values["recommended"] is None
     assert values["why_it_cannot_run"].startswith("keeps the optimizer's states alone in the host's memory")
+
+
+def test_of_devices_that_few_samples_do_not_fill_a_smaller_number_is_taken(plan, tmp_path):
+    (tmp_path / "text.yaml").write_text(TEXT)
+    values = json.loads(plan("--model", "text.yaml", "--devices", "7", "--batch", "4", "--json"))
+    assert values["plans"][values["recommended"]]["devices"] <= 4
+
+
+def test_a_mixture_of_text_is_not_sent_to_lightning_in_a_layout_that_divides_experts(plan, tmp_path):
+    experts = "experts: {count: 128, chosen: 8, feed_forward: 768}"
+    (tmp_path / "mixture.yaml").write_text(TEXT.replace("vocabulary: 32000", f"vocabulary: 32000, {experts}"))
+    values = json.loads(plan("--model", "mixture.yaml", "--devices", "8", "--json"))
+    if values["recommended"] is not None:
+        assert values["plans"]["uniform"]["roles"]["backbone"]["layout"]["expert"] == 1
 
 
 def test_a_language_model_is_planned_and_sent_to_lightnings_own_strategies(plan, tmp_path):

@@ -121,6 +121,37 @@ def test_they_agree_where_samples_of_a_step_share_media(flowtrain):
     assert seconds[0] < seconds[1]
 
 
+@pytest.mark.parametrize("kept", [1, 4])
+@pytest.mark.parametrize("frozen", ["encoder", "tower"])
+def test_they_agree_on_frozen_encoders_of_shared_media_of_which_few_batches_are_kept(flowtrain, frozen, kept):
+    draw = np.random.default_rng(kept)
+    media = [[1024] * int(each) for each in draw.integers(1, 5, 240)]
+    content = [draw.integers(0, 60, len(each)).tolist() for each in media]
+    table = {"tokens": [300 + 256 * len(each) for each in media], "image_tokens": media, "image_content": content}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    common = ("--model", "qwen2-vl-2b", "--device", "h200", "--data", "lengths.parquet", "--freeze", frozen)
+    common = (*common, "--batch", 48, "--encoder-activations", kept, "--encoder-budget", 4096)
+    planned = flowtrain("plan", *common, "--devices", 4, "--out", "plan.yaml")
+    simulated = flowtrain("simulate", *common, "--plan", "plan.yaml")
+    assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(
+        simulated["step_seconds"], rel=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    "trained", [("--lora", 16, "--frozen-bf16"), ("--optimizer", "adamw-8bit"), ("--freeze", "backbone", "--lora", 8)]
+)
+def test_they_agree_on_adapters_and_optimizers_which_simulate_takes_too(flowtrain, trained):
+    table = {"tokens": [700] * 96, "image_tokens": [[1024]] * 96}
+    parquet.write_table(pyarrow.table(table), "lengths.parquet")
+    common = ("--model", "qwen2-vl-2b", "--device", "h100", "--data", "lengths.parquet", "--batch", 48, *trained)
+    planned = flowtrain("plan", *common, "--devices", 4, "--out", "plan.yaml")
+    simulated = flowtrain("simulate", *common, "--plan", "plan.yaml")
+    assert planned["plans"][planned["recommended"]]["step_seconds"] == pytest.approx(
+        simulated["step_seconds"], rel=0.05
+    )
+
+
 def test_they_agree_on_small_encoder_batches_which_take_longer(flowtrain):
     table = {"tokens": [700] * 96, "image_tokens": [[256] * 8] * 96}
     parquet.write_table(pyarrow.table(table), "lengths.parquet")

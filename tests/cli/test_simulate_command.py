@@ -73,6 +73,14 @@ def test_json_has_every_figure_and_the_same_seed_gives_the_same(simulate):
     assert set(first["shares"]["encoder"]) == {"forward", "backward", "reduction", "optimizer", "idle"}
 
 
+@pytest.mark.parametrize(
+    "said", [("--lora", "8"), ("--freeze", "encoder"), ("--optimizer", "adamw-8bit")], ids=" ".join
+)
+def test_what_trains_cannot_be_said_of_a_profile_alone(simulate, said):
+    with pytest.raises(SystemExit, match=f"{said[0]} changes what the dimensions of --model take, but profile.json is"):
+        simulate("--global-batch-size", "8", *said)
+
+
 def test_data_without_media_and_with_few_samples_will_do(simulate):
     values = json.loads(simulate("--data", "text.parquet", "--global-batch-size", "8", "--json"))
     assert values["shares"]["encoder"]["idle"] == 1

@@ -12,7 +12,12 @@ from flowtrain_lightning import FlowTrainStrategy
 from flowtrain_lightning.allocator import Allocation, AllocationError, Layout, RoleLayout, default_allocation, graph_of
 from flowtrain_lightning.allocator.plan_file import write_plan
 from flowtrain_lightning.placement.profile import ProfileError, write_profile
-from flowtrain_lightning.placement.request import make_request, refuse_what_cannot_run, why_it_cannot_run
+from flowtrain_lightning.placement.request import (
+    batches_kept,
+    make_request,
+    refuse_what_cannot_run,
+    why_it_cannot_run,
+)
 from tests.placement.profiles import make_profile
 
 PLAN = default_allocation(3, encoder_ranks=1)
@@ -431,3 +436,10 @@ def test_stages_that_split_backwards_take_whole_copies_and_a_v_ranks_of_its_own(
 def test_schedules_that_are_no_order_of_such_stages_are_refused(layout, told):
     with pytest.raises(AllocationError, match=told):
         Layout(1, **layout)
+
+
+def test_encoder_batches_are_kept_as_asked_or_as_planned_or_as_usual():
+    plain = default_allocation(2)
+    planned = replace(plain, encoder_activations=1)
+    assert [batches_kept(2, planned), batches_kept(0, planned)] == [2, 0]
+    assert [batches_kept(None, planned), batches_kept(None, plain), batches_kept(None, None)] == [1, 4, 4]
