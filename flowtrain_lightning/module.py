@@ -343,7 +343,7 @@ class FlowModule(HeldHalves, OwnBackward, StepLogging):
         """
         trainer = self.trainer
         computes, data = (trainer.precision, trainer.strategy.root_device.type, self.dtype), trainer.datamodule  # type: ignore[attr-defined]
-        return self._fingerprints.of(role, computes, data)
+        return self._fingerprints.of(role, computes, data, trainer.callbacks)  # type: ignore[attr-defined]
 
     def mark_checked(self) -> None:
         """Says that it needs no packing check: it is a copy that is being checked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -43,20 +43,21 @@ class EncoderFingerprints:
     def __init__(self, module: HalvedModule) -> None:
         self._module = module
 
-    def of(self, role: str, computes: object, data: object = None) -> str:
+    def of(self, role: str, computes: object, data: object = None, callbacks: Iterable[object] = ()) -> str:
         """That of one encoder.
 
         Args:
             role: whose half it is.
             computes: where and in which precision.
             data: the data module, if there is one.
+            callbacks: of the Trainer.
 
         Raises:
             FeaturesNotKept: its features do not follow from the pixels alone.
         """
         half = _half(self._module, role)
         _refuse_what_changes(half)
-        if (bound := bound_to_step(self._module, data)) is not None:
+        if (bound := bound_to_step(self._module, data, callbacks)) is not None:
             raise FeaturesNotKept(bound)
         parts = [part for path in self._module.halves[role] for part in _above_and_below(self._module, path)]
         code = [*_versions(), *code_of([type(self._module), *(type(part) for each in half for part in each.modules())])]

@@ -54,7 +54,8 @@ class KeptFeatures:
             device: on which the features are wanted.
 
         Raises:
-            RuntimeError: the encoder trains, or its weights are others than those of the features that are kept.
+            RuntimeError: the encoder trains, or its weights are others than those of the features that are kept; or
+                features follow from weights of another half, which train.
         """
         kept = media.kept
         assert kept is not None
@@ -66,6 +67,7 @@ class KeptFeatures:
             enter()
             before, begin = random_states(), worth.now(device)
             made = encode(replace(media, kept=None))
+            self._refuse_graph(role, made)
             worth.encoded(len(missing), begin, worth.now(device))
             parts = list(zip(*(torch.split(each, list(media.rows)) for each in made), strict=True))
             if _differ(before, random_states()):
@@ -98,6 +100,13 @@ class KeptFeatures:
             raise RuntimeError(
                 f"The {role} {change} within an epoch in which its features are kept, so features of now and of before "
                 "would be mixed. Change it in `on_train_epoch_start`, or leave FlowDataModule(keep_features=...) out."
+            )
+
+    def _refuse_graph(self, role: str, made: tuple[Tensor, ...]) -> None:
+        if any(feature.requires_grad for feature in made):
+            raise RuntimeError(
+                f"The {role} is frozen, but `encode` computes with weights that train, of another half, so features "
+                "change with every step. Use those weights in `merge`, or leave FlowDataModule(keep_features=...) out."
             )
 
     def _keep(self, role: str, store: FeatureStore, item: str, features: tuple[Tensor, ...]) -> None:

@@ -62,11 +62,11 @@ def leaving_none(zeroed: Sequence[Tensor], others: Iterable[Tensor]) -> Iterator
     """
     seen: set[Any] = set()  # the nodes themselves: autograd may give the number of one that has gone to another
     if zeroed:
-        for _ in _leaves(others, seen):
+        for _ in leaves_behind(others, seen):
             pass
     handles = [
         leaf.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
-        for leaf in _leaves(zeroed, seen)
+        for leaf in leaves_behind(zeroed, seen)
         if leaf.grad is None
     ]
     try:
@@ -81,8 +81,13 @@ def _drop(leaf: Tensor) -> None:
     leaf.grad = None
 
 
-def _leaves(outputs: Iterable[Tensor], seen: set[Any]) -> Iterator[Tensor]:
-    """The leaves that a backward of these outputs reaches, without those behind nodes that were seen."""
+def leaves_behind(outputs: Iterable[Tensor], seen: set[Any]) -> Iterator[Tensor]:
+    """The leaves that a backward of these outputs reaches, without those behind nodes that were seen.
+
+    Args:
+        outputs: with their graph.
+        seen: nodes of the graph; those that are met come to them.
+    """
     left: list[Any] = []
     for output in outputs:
         if output.grad_fn is None:

@@ -377,7 +377,7 @@ class FlowDataModule(StageData):
             pin_memory=strategy is not None and strategy.root_device.type == "cuda",
             prepare=getattr(strategy, "prepare_step", None),
             prepare_media=getattr(module, "prepare_media", None),
-            is_limited=stage == "train" and isinstance(getattr(self.trainer, "limit_train_batches", None), int),
+            trainer=self.trainer if stage == "train" else None,
             keeping=keeping_of(self.keep_features, module, shard, (self.images, self.videos, self.audio)),
         )
         self._loaders.add(loader)

@@ -24,6 +24,10 @@ _LOOKS = 3
 """Steps in which a half's forwards are asked whether they write buffers."""
 
 
+KeptBuffers = Mapping[str, tuple[Tensor, int, Tensor]]
+"""Name -> a buffer, how often it was changed in place, and its values then."""
+
+
 class RoleBuffers:
     """The buffers of one role that a checkpoint holds, as this rank has them.
 
@@ -66,7 +70,8 @@ class RoleBuffers:
                     "Ranks of a role take the buffers of its first rank, and a checkpoint holds these, so they keep "
                     "shape and type. Register it with persistent=False if each rank may have its own, such as a cache."
                 )
-            by_type[buffer.dtype].append(local_part(buffer.detach()))
+            # As data, since whoever looks whether somebody has changed a buffer does not mean this.
+            by_type[buffer.dtype].append(local_part(buffer.detach()).data)
         for parts in by_type.values():
             flat = torch.cat([part.reshape(-1) for part in parts]).to(self._device)
             dist.broadcast(flat, group_src=0, group=self._group)
@@ -117,6 +122,20 @@ class RoleBuffers:
         finally:
             self._put(now)
 
+    def keep(self, former: KeptBuffers) -> KeptBuffers:
+        """What they are now, for `changed`. What is as in a former one is not copied again."""
+        return {
+            name: known
+            if (known := former.get(name)) is not None and _is_untouched(buffer, known)
+            else (buffer, _version_of(buffer), local_part(buffer.detach()).clone())
+            for name, buffer in self._held()
+        }
+
+    def changed(self, since: KeptBuffers) -> list[str]:
+        """Names of those that are others since; no device is waited for where none was written."""
+        touched = [(name, buffer) for name, buffer in self._held() if not _is_untouched(buffer, since[name])]
+        return [name for name, buffer in touched if not torch.equal(local_part(buffer.detach()), since[name][2])]
+
     @property
     def may_work_ahead(self) -> bool:
         """Whether forwards may run before their step: what they write would depend on how early that is."""
@@ -136,6 +155,15 @@ def persistent_buffers(module: nn.Module) -> list[str]:
     """Names of the buffers that the module's state dict holds, in its order."""
     buffers = {name for name, _ in module.named_buffers()}
     return [name for name in module.state_dict() if name in buffers]
+
+
+def _is_untouched(buffer: Tensor, kept: tuple[Tensor, int, Tensor]) -> bool:
+    return kept[0] is buffer and 0 <= kept[1] == _version_of(buffer)
+
+
+def _version_of(buffer: Tensor) -> int:
+    """How often it was changed in place; -1 where nobody counts that."""
+    return -1 if buffer.is_inference() else buffer._version
 
 
 def _kind(buffer: Tensor) -> str:

@@ -90,8 +90,9 @@ class ActivationCount:
             return
         with saved_tensors_hooks(note, _same):
             yield
-        found = float(math.ceil(sum(kept.values()) / rows * _SPARE))
-        self._found[part] = max(self._found.get(part, 0.0), found)
+        if kept:  # of frozen layers nothing is, without media: that says nothing of batches that have some
+            found = float(math.ceil(sum(kept.values()) / rows * _SPARE))
+            self._found[part] = max(self._found.get(part, 0.0), found)
 
     def agree(self, step: Step, loader: Any) -> None:
         """After a step that trained: ranks tell each other what they counted, if there was anything to count.
@@ -116,8 +117,10 @@ class ActivationCount:
         for of_rank in self._job.groups.cross.gather_messages(self._found):
             for part, count in of_rank.items():
                 found[part] = max(found.get(part, 0.0), count)
+        if found.keys() == self.row_bytes.keys():  # as of frozen layers, of which nothing was kept
+            return
         packing = loader.steps.packing if isinstance(loader, StepLoader) else None
-        for part, role in parts.items():
+        for part, role in ((part, role) for part, role in parts.items() if part in found):
             setting = "token_budget" if role == self._trunk else "encoder_budget"
             rows = max(longest[role], getattr(packing, setting, 0))
             if found[part] * rows > self._limit:

@@ -1,15 +1,21 @@
-"""Notices faults of an encoder that no error tells of: weights or buffers that change, features that nobody uses."""
+"""Notices faults of an encoder that no error tells of: weights that change, or are not its own, unused features."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from flowtrain_lightning.compute.zeros_beside import leaves_behind
 from flowtrain_lightning.parallel import local_part
 from flowtrain_lightning.parallel.deepspeed.deepspeed_partition import held_run, is_partitioned
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
+from flowtrain_lightning.parallel.role_buffers import KeptBuffers, RoleBuffers
 
 _STEPS = 10
 """Some models begin with gates that are closed, and pass no gradient in their first steps."""
@@ -26,34 +32,49 @@ class FrozenEncoder:
 
     Args:
         module: holds the weights, or their names.
+        buffers: role -> those that its forwards may read, of the roles of this rank.
     """
 
-    def __init__(self, module: HalvedModule) -> None:
+    def __init__(self, module: HalvedModule, buffers: Mapping[str, RoleBuffers]) -> None:
         self._module = module
+        self._buffers = buffers
         self._seen: dict[str, _Seen] = {}
         self._roles: dict[str, Collection[str]] = {}
+        self._kept: dict[tuple[str, str], KeptBuffers] = {}  # stage and role -> its buffers
 
     def note(self, stage: str, roles: Collection[str]) -> None:
         """With the weights that they have now these encoders may work ahead into the stage's next steps."""
         self._seen[stage] = self._look(roles)
         self._roles[stage] = roles
+        for role, buffers in self._of(stage):
+            self._kept[stage, role] = buffers.keep(self._kept.get((stage, role), {}))
 
     def refuse_changes(self, stage: str) -> None:
-        """Raises where they are others by now.
+        """Raises where they are others by now, or buffers are; before ranks of a role share these.
 
         Raises:
             ValueError: names one of them, and what to do.
         """
         now, then = self._look(self._roles[stage]), self._seen[stage]
         changed = [name for name in {**then, **now} if not _is_same(now.get(name), then.get(name))]
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        written = [
+            name
+            for role, buffers in self._of(stage)
+            if buffers.may_work_ahead
+            for name in buffers.changed(self._kept[stage, role])
+        ]
+        if changed or written:
+            what, names = ("Weights", changed) if changed else ("Buffers", written)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"Weights of the encoder were changed between two steps: {changed[0]!r}{more}. It is frozen, so "
-                "features of later steps may have been made already, with the weights before. Change them in "
+                f"{what} of the encoder were changed between two steps: {names[0]!r}{more}. It is frozen, so "
+                f"features of later steps may have been made already, with the {what.lower()} before. Change them in "
                 "`on_train_epoch_start`, or set FlowTrainStrategy(placement='colocated'), with which nothing is worked "
                 "ahead. To let the encoder train from a step on, `requires_grad_(True)` alone is enough."
             )
+
+    def _of(self, stage: str) -> list[tuple[str, RoleBuffers]]:
+        return [(role, buffers) for role, buffers in self._buffers.items() if role in self._roles[stage]]
 
     def _look(self, roles: Collection[str]) -> _Seen:
         weights = {
@@ -96,6 +117,37 @@ class UnusedFeatures:
             )
 
 
+@contextmanager
+def graphs_alone() -> Iterator[None]:
+    """Inside, forwards make graphs that tell what they follow from, and keep nothing with which to go backward."""
+    with torch.inference_mode(mode=False), torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing):
+        yield
+
+
+def told_of_other_weights(module: HalvedModule, role: str, features: Iterable[Tensor]) -> str:
+    """Says that features follow from weights of another half that train; empty where they do not.
+
+    Where each half has ranks of its own those have no values. On a rank with both the forward runs, but the gradient is
+    not that of one process: nothing goes back through a frozen encoder, and ranks sum the other half's gradients apart.
+
+    Args:
+        module: made them.
+        role: that encodes.
+        features: with their graph, though the role may not train.
+    """
+    owner_of = {id(weight): (name, role_of(name, module.halves)) for name, weight in module.named_parameters()}
+    for leaf in leaves_behind(features, set()):
+        name, owner = owner_of.get(id(leaf), ("", None))
+        if owner not in (role, None):
+            return (
+                f"{type(module).__name__}.encode computes with {name!r}, which trains and lies on the {owner}. Where "
+                f"each half has ranks of its own, those of the {role} do not have it, and here, where ranks have both, "
+                "its gradient would not be that of one process. Use it in `merge` or `loss`, or let `halves` name its "
+                f"module for the {role}."
+            )
+    return ""
+
+
 def refuse_written_by_one_role(role: str, buffers: Sequence[str]) -> None:
     """Raises where one role alone writes buffers that lie on no half: other ranks keep, and save, what they were.
 
@@ -129,6 +181,10 @@ def refuse_unsaved(module: HalvedModule) -> None:
                 "which saves such parameters, has no values of it, so checkpoints would lack it. Build it where its "
                 "half is built, as in `configure_encoder`, under a module that `halves` names."
             )
+
+
+def _nothing(_: Any) -> Any:
+    return None
 
 
 def _held(weight: nn.Parameter) -> Tensor:

@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowtrain_lightning.compute.compute import Compute
 from flowtrain_lightning.compute.feature_spec import FeatureSpec
 from flowtrain_lightning.compute.kept_metrics import kept_metrics
+from flowtrain_lightning.module import FlowModule
 from flowtrain_lightning.packing.setting_values import check_settings
 from flowtrain_lightning.packing.stage_entries import hidden_modalities, slice_name, stage_name
 from flowtrain_lightning.parallel.ranks.random_streams import own_streams
@@ -28,6 +29,7 @@ from flowtrain_lightning.pool import (
     runtime_of,
 )
 from flowtrain_lightning.pool.device.device_opening import CLOSE_SECONDS
+from flowtrain_lightning.runtime.encoder_checks import graphs_alone, told_of_other_weights
 from flowtrain_lightning.runtime.job import Job
 from flowtrain_lightning.runtime.role_methods import hidden_in_place, with_features, zero_rows
 from flowtrain_lightning.runtime.step import RankContext, Step
@@ -80,10 +82,11 @@ class PoolCapacity:
     """
 
     def __init__(
-        self, module: nn.Module, job: Job, compute: Compute, timeline: Timeline, settings: PoolSettings
+        self, module: FlowModule, job: Job, compute: Compute, timeline: Timeline, settings: PoolSettings
     ) -> None:
         self.context: RankContext | None = None
         self._module = module
+        self._fault = ""  # of an encoder, as its first forward has shown
         self._job = job
         self._compute = compute
         self._timeline = timeline
@@ -110,10 +113,13 @@ class PoolCapacity:
 
         Raises:
             PoolError: the pool's bytes were bounded to too few for this step; the text says how many would do.
+            ValueError: the step trains, and ``encode`` computes with weights of another role.
         """
         for modality in sorted(step.program.modalities, key=partial(_turn, step)):
             if modality not in self._compute.specs:
                 self._agree_on_spec(step, modality)
+        if step.stage == "train" and self._fault:
+            raise ValueError(self._fault)
         demand = step.program.pool_demand(self._compute.specs)
         least, ample = demand.least, demand.ample
         if self.context is None or least > self._region_bytes:
@@ -203,10 +209,13 @@ class PoolCapacity:
     def _probe(self, step: Step, role: str, modality: str | None) -> FeatureSpec:
         """What this rank makes of a batch of a role, of media of some modality; None: of any."""
         training = [module for module in self._module.modules() if module.training]
+        # The graph tells of weights of other roles, which a rank that has several does not miss.
+        encodes = role != step.plan.graph.trunk
+        looks = encodes and len(self._job.roles) > 1 and not self._job.allocation.layouts[role].meets_in_forwards
         try:
             for module in training:
                 module.training = False  # so that running statistics and the like stay as they are
-            with own_streams(), torch.no_grad(), kept_metrics(self._module):
+            with own_streams(), graphs_alone() if looks else torch.no_grad(), kept_metrics(self._module):
                 if role == step.plan.graph.trunk:
                     return FeatureSpec.of(self._first_microbatch(step, role))
                 media = next(
@@ -220,7 +229,10 @@ class PoolCapacity:
                 assert media is not None
                 media = replace(media, kept=None) if media.rows else media  # nothing is kept of a trial
                 hidden = hidden_in_place(step, self._compute, role, media)
-                return FeatureSpec.of(self._compute.encode(role, media, *hidden, step=(-1, -1), number=0))
+                features = self._compute.encode(role, media, *hidden, step=(-1, -1), number=0)
+                if looks and not self._fault:
+                    self._fault = told_of_other_weights(self._module, role, features)
+                return FeatureSpec.of(features)
         finally:
             for module in training:
                 module.training = True

@@ -134,7 +134,7 @@ class RoleRunner:
         self._epoch_metrics = EpochMetricSync(job)
         self._rank_metrics = RankMetrics.of(job, self.timeline, module)
         self._batch_times = BatchTimes(self.timeline)
-        self._frozen = FrozenEncoder(module)
+        self._frozen = FrozenEncoder(module, self._buffers)
         self._unused_features = {role: UnusedFeatures() for role in encoders if job.rank == ranks[role][0]}
         self._indices = dict.fromkeys(STAGES, 0)
         self._ahead: dict[str, BegunAhead | None] = {}  # stage -> the step that may have been begun
@@ -246,14 +246,14 @@ class RoleRunner:
         step = Step(batch, program, stage, self._indices[stage], training)
         self._indices[stage] += 1
         self._page.enter("begin the step", step.index)
-        for buffers in self._buffers.values():
-            buffers.share()
         # Features that encoder ranks have published for later steps are void where the rest of an epoch is skipped,
         # and where an encoder that made some begins to train.
         ahead = self._ahead.get(stage)
         changes_course = ahead is not None and (step.name != ahead.name or not step.unchanged.issuperset(ahead.roles))
         if ahead is not None and not changes_course:
             self._frozen.refuse_changes(stage)
+        for buffers in self._buffers.values():
+            buffers.share()
         opened = self._capacity.ensure_capacity(step, anew=changes_course)
         context = self._capacity.context
         assert context is not None
@@ -394,7 +394,7 @@ class RoleRunner:
 
 
 def _may_work_ahead(module: FlowModule, trainer: L.Trainer) -> bool:
-    bound = bound_to_step(module, trainer.datamodule)  # type: ignore[attr-defined]
+    bound = bound_to_step(module, trainer.datamodule, trainer.callbacks)  # type: ignore[attr-defined]
     if bound is not None:
         rank_zero_info(f"flowtrain: nothing is encoded before its step: {bound}.")
     return bound is None

@@ -233,12 +233,14 @@ def test_what_a_streams_last_batch_saved_goes_on_with_the_next_epochs_first(tmp_
 @pytest.mark.parametrize("saved", [3, 5])
 def test_a_streams_epoch_ends_with_the_stream_where_a_limit_would_let_it_go_on(tmp_path, saved):
     data = build(tmp_path, "stream")
-    settings = {"limit_val_batches": 0, "limit_train_batches": 8}
+    settings = {"limit_val_batches": 0, "limit_train_batches": 8, "max_steps": 11}
     keeper = ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=saved, save_top_k=-1)
     whole = Run(tmp_path, data, keeper, **settings).fit()
-    assert [epoch for epoch, *_ in whole.notes.steps.values()] == [0] * 5 + [1]
-    rest = Run(tmp_path, data, **settings).fit(tmp_path / "kept" / f"step={saved}.ckpt")
-    assert_goes_on(whole, rest, first=saved + 1)
+    assert [epoch for epoch, *_ in whole.notes.steps.values()] == [0] * 5 + [1] * 5 + [2]
+    for limit in (8, 1.0):  # the second knows no limit
+        settings["limit_train_batches"] = limit
+        rest = Run(tmp_path, data, **settings).fit(tmp_path / "kept" / f"step={saved}.ckpt")
+        assert_goes_on(whole, rest, first=saved + 1)
 
 
 @pytest.mark.parametrize("plain", [pytest.param(False, marks=pytest.mark.full), True])

@@ -30,9 +30,27 @@ class Choosing(TinyVLM):
         return self.encoder(media)[self.layer :]
 
 
-def built(layer: int = 0, **settings: Any) -> Choosing:
+class ChoosingToo(Choosing):
+    """Reads the same number in the ``encode`` that it inherits."""
+
+    def encode(self, media: Any) -> Any:
+        return super().encode(media)
+
+
+class ChoosingByProperty(Choosing):
+    """Reads the same number in a property."""
+
+    @property
+    def first(self) -> int:
+        return self.layer
+
+    def encode(self, media: Any) -> Any:
+        return self.encoder(media)[self.first :]
+
+
+def built(layer: int = 0, kind: type[Choosing] = Choosing, **settings: Any) -> Choosing:
     torch.manual_seed(0)
-    module = Choosing(layer, **settings)
+    module = kind(layer, **settings)
     module.configure_encoder()
     return module
 
@@ -72,6 +90,12 @@ def test_it_changes_with_weights_buffers_settings_and_layers(change: Callable[[A
     before = fingerprint(module)
     change(module)
     assert fingerprint(module) != before
+
+
+@pytest.mark.parametrize("kind", [ChoosingToo, ChoosingByProperty])
+def test_it_changes_with_what_inherited_methods_and_properties_read(kind: type[Choosing]) -> None:
+    assert fingerprint(built(0, kind)) == fingerprint(built(0, kind))
+    assert fingerprint(built(0, kind)) != fingerprint(built(1, kind))
 
 
 def test_it_changes_with_where_and_how_it_computes() -> None:

@@ -57,10 +57,51 @@ class AnnealingToo(Annealing):
         return super().encode(media)
 
 
+class AnnealingByProperty(TinyVLM):
+    """Reads the number of the step in a property."""
+
+    @property
+    def strength(self) -> int:
+        return 1 + self.global_step
+
+    def encode(self, media: PackedMedia) -> tuple[torch.Tensor, ...]:
+        return tuple(level * self.strength for level in super().encode(media))
+
+
+class AnnealingInHook(TinyVLM):
+    """Reads what a hook sets in every step."""
+
+    strength = 1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.strength = 1 + batch_idx
+
+    def encode(self, media: PackedMedia) -> tuple[torch.Tensor, ...]:
+        return tuple(level * self.strength for level in super().encode(media))
+
+
+class StrengthOfEpochs(AnnealingInHook):
+    """Reads what a hook sets in every epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last_batch = batch_idx
+
+    def on_train_epoch_start(self) -> None:
+        self.strength = 1 + self.current_epoch
+
+
+class Strengthening(L.Callback):
+    """Sets what a module reads in `encode`."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.strength = 1 + trainer.global_step
+
+
 KINDS: dict[str, tuple[type[TinyVLM], type[FlowDataModule]]] = {
     "hook of the module": (Brightening, FlowDataModule),
     "hook of the data": (TinyVLM, BrighteningData),
     "number of the step": (Annealing, FlowDataModule),
+    "hook that sets": (AnnealingInHook, FlowDataModule),
 }
 
 
@@ -110,18 +151,22 @@ def test_patches_in_which_encode_writes_are_found_as_they_were_when_it_runs_agai
 
 
 @pytest.mark.parametrize(
-    ("module", "data", "said"),
+    ("module", "others", "said"),
     [
-        (TinyVLM(), None, None),
-        (TinyVLM(), FlowDataModule(token_budget=1), None),
-        (Brightening(), None, "Brightening overrides `on_after_batch_transfer`"),
-        (TinyVLM(), BrighteningData(token_budget=1), "BrighteningData overrides `transfer_batch_to_device`"),
-        (Annealing(), None, "Annealing.encode reads `global_step`"),
-        (AnnealingToo(), None, "AnnealingToo.encode reads `global_step`"),
+        (TinyVLM(), (), None),
+        (TinyVLM(), (FlowDataModule(token_budget=1), [Strengthening()]), None),
+        (StrengthOfEpochs(), (), None),
+        (StrengthOfEpochs(), (None, [Strengthening()]), "Strengthening.on_train_batch_end sets `strength`"),
+        (AnnealingInHook(), (), "on_train_batch_start sets `strength`, which AnnealingInHook.encode reads"),
+        (AnnealingByProperty(), (), "AnnealingByProperty.encode reads `global_step`"),
+        (Brightening(), (), "Brightening overrides `on_after_batch_transfer`"),
+        (TinyVLM(), (BrighteningData(token_budget=1),), "BrighteningData overrides `transfer_batch_to_device`"),
+        (Annealing(), (), "Annealing.encode reads `global_step`"),
+        (AnnealingToo(), (), "AnnealingToo.encode reads `global_step`"),
     ],
 )
-def test_it_is_said_what_binds_features_to_their_step(module, data, said):
-    found = bound_to_step(module, data)
+def test_it_is_said_what_binds_features_to_their_step(module, others, said):
+    found = bound_to_step(module, *others)
     assert found is None if said is None else said in found
 
 

@@ -26,13 +26,20 @@ class SlowBackbone(TinyVLM):
     Attributes:
         skips_from: epoch and batch from which on the rest of the epoch is skipped.
         changes_at: epoch and batch before which the encoder's weights are changed.
+        writes_at: epoch and batch before which a buffer of the encoder is written.
         killed_at: a rank, and its encoder batch in training at which it is killed.
     """
 
     skips_from = (-1, -1)
     changes_at = (-1, -1)
+    writes_at = (-1, -1)
     killed_at = (-1, -1)
     _encoded = 0
+
+    def configure_encoder(self) -> None:
+        super().configure_encoder()
+        if self.writes_at != (-1, -1):
+            self.encoder.register_buffer("level", torch.ones(1))
 
     def encode(self, media: Any) -> Any:
         self._encoded += self.trainer.training
@@ -45,6 +52,8 @@ class SlowBackbone(TinyVLM):
             with torch.no_grad():
                 for weight in self.encoder.parameters():
                     weight.mul_(0.5)
+        if (self.current_epoch, batch_idx) == self.writes_at:
+            self.encoder.level.mul_(0.5)
         return -1 if (self.current_epoch, batch_idx) == self.skips_from else None
 
     def backbone_step(self, batch: Any, features: Any, stage: str) -> Any:
@@ -90,6 +99,7 @@ def train(
     roles: dict[str, Any] | None = None,
     skips_from: Sequence[int] = (-1, -1),
     changes_at: Sequence[int] = (-1, -1),
+    writes_at: Sequence[int] = (-1, -1),
     killed_at: Sequence[int] = (-1, -1),
     precision: str = "64-true",
     **trainer: Any,
@@ -106,7 +116,7 @@ def train(
     )
     module = SlowBackbone(freeze_encoder=True)
     module.skips_from, module.changes_at = tuple(skips_from), tuple(changes_at)
-    module.killed_at = tuple(killed_at)
+    module.killed_at, module.writes_at = tuple(killed_at), tuple(writes_at)
     chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False))
     found = {"train": notes.train, "val": notes.val, "spans": notes.spans, "broadcasts": notes.broadcasts}
     write_down(folder, found)

@@ -25,6 +25,10 @@ class CountingVLM(TinyVLM):
     calls = 0
     killed_at = (-1, -1)
 
+    def configure_encoder(self) -> None:
+        super().configure_encoder()
+        self.encoder.register_buffer("level", torch.ones(1))  # which ranks share in every step
+
     def encode(self, media: Any) -> Any:
         self.calls += 1
         if (self.trainer.global_rank, self.calls) == self.killed_at:

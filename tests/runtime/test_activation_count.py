@@ -19,8 +19,9 @@ from flowtrain_lightning.allocator import Allocation, Layout
 from flowtrain_lightning.parallel.offloading import is_of_weights
 from flowtrain_lightning.runtime.activation_count import ActivationCount
 from flowtrain_lightning.runtime.timeline import AGAIN
-from tests.exactness.data import steps_data, write_steps
+from tests.exactness.data import GLOBAL_BATCH, steps_data, write_steps
 from tests.exactness.modules import Deep
+from tests.tiny import write_records
 
 MOST = 600_000.0
 
@@ -73,7 +74,15 @@ def allocated(most: float | None) -> Allocation:
     return Allocation("colocated", both, dict.fromkeys(both, (0,)), order="searched", activation_bytes=most)
 
 
-def trained(data: Path, most: float | None) -> tuple[int, Counter[str]]:
+class FrozenBackbone(Deep):
+    """Only its encoder trains."""
+
+    def configure_backbone(self) -> None:
+        super().configure_backbone()
+        self.backbone.requires_grad_(False)
+
+
+def trained(data: Path, most: float | None, kind: type[Deep] = Deep) -> tuple[int, Counter[str]]:
     """The most bytes that one rank's autograd keeps after its first step, and what the rank computed there."""
     held = Held()
     recorder = Recorder(held)
@@ -90,7 +99,7 @@ def trained(data: Path, most: float | None) -> tuple[int, Counter[str]]:
         callbacks=[recorder],
         default_root_dir=data,
     )
-    module = Deep()
+    module = kind()
     module.mark_checked()  # the check leaves graphs without going backward
     with saved_tensors_hooks(held.pack, lambda saved: saved.tensor):
         trainer.fit(module, steps_data(data, token_budget=128, encoder_budget=70))
@@ -104,6 +113,14 @@ def test_no_more_than_the_limit_is_held_and_what_has_room_is_kept(tmp_path):
     assert most <= MOST < free
     assert not all_kept[f"encoder: {AGAIN}"]
     assert 0 < computed[f"encoder: {AGAIN}"] < computed["encoder: backward"]
+
+
+def test_nor_is_it_where_the_first_step_of_a_frozen_backbone_kept_nothing(tmp_path):
+    pictures = [0] * GLOBAL_BATCH + [1, 0, 2, 1, 0, 3, 1, 1, 0, 2, 1, 0] * 3
+    write_records(tmp_path, len(pictures), pictures_of=pictures)
+    free, _ = trained(tmp_path, None, FrozenBackbone)
+    most, _ = trained(tmp_path, 0.7 * free, FrozenBackbone)
+    assert most <= 0.7 * free
 
 
 def test_a_limit_in_which_one_batch_alone_has_no_room_ends_the_first_step(tmp_path):

@@ -17,7 +17,7 @@ Found = dict[str, list[Any]]
 
 LAYOUTS = [
     pytest.param("1+1", {}, id="1+1", marks=pytest.mark.full),
-    pytest.param("colocated 2", {}, id="colocated 2", marks=pytest.mark.full),
+    pytest.param("colocated 2", {}, id="colocated 2"),
     pytest.param("2+1", {}, id="2+1", marks=pytest.mark.full),
     pytest.param("mixed 1+1", {}, id="mixed 1+1", marks=pytest.mark.full),
     pytest.param("ddp 2", {}, id="ddp 2", marks=pytest.mark.full),

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def capacity_of(mesh: Mesh) -> PoolCapacity:
     """A rank's, on the device that `open_device_tier` is given in place of a GPU."""
-    job = SimpleNamespace(mesh=mesh, allocation=default_allocation(2))
+    job = SimpleNamespace(mesh=mesh, allocation=default_allocation(2), roles=("encoder",))
     compute = SimpleNamespace(specs={}, device=torch.device("cpu"))
     return PoolCapacity(torch.nn.Module(), job, compute, Timeline(), PoolSettings())  # type: ignore[arg-type]
 
@@ -31,7 +31,9 @@ def capacity_of(mesh: Mesh) -> PoolCapacity:
 def step(number: int, nbytes: int) -> Any:
     """A step that needs so many bytes for its largest encoder batch, and no more for the others."""
     program = SimpleNamespace(modalities=(), pool_demand=lambda specs: SimpleNamespace(least=nbytes, ample=nbytes))
-    return SimpleNamespace(index=number, program=program, plan=SimpleNamespace(entries=["one"], graph=TWO_ROLES))
+    return SimpleNamespace(
+        index=number, stage="train", program=program, plan=SimpleNamespace(entries=["one"], graph=TWO_ROLES)
+    )
 
 
 @pytest.fixture

@@ -263,3 +263,10 @@ def test_weights_changed_in_mid_epoch_end_the_run_before_old_features_count(fold
     for text in [path.read_text() for path in sorted(done.folder.glob("rank*.log"))]:
         assert "were changed between two steps: 'encoder.embed.weight' and 15 more. It is frozen, so features" in text
         assert "`on_train_epoch_start`, or set FlowTrainStrategy(placement='colocated')" in text
+
+
+def test_so_do_buffers_that_a_hook_writes(folder):
+    arguments = {"data": str(folder / "data"), "layout": "1+1", "max_epochs": 1, "writes_at": [0, 4]}
+    done = run_jobs(folder, [Job("written buffers", "tests.runtime.frozen_encoder:train", 2, arguments)])
+    assert done["written buffers"].codes == [1, 1]
+    assert "Buffers of the encoder were changed between two steps: 'encoder.level'." in done["written buffers"].log

@@ -8,7 +8,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -77,18 +77,33 @@ def names_in(code: CodeType) -> Iterator[tuple[str, bool]]:
             yield from names_in(constant)
 
 
-def names_from(kind: type, methods: list[str]) -> set[tuple[str, bool]]:
-    """Names in methods of a class, and in those of its methods that they name; and whether these set them."""
+def names_from(kind: type, methods: Iterable[str]) -> set[tuple[str, bool]]:
+    """Names in methods of a class, and in its methods and properties that they name; and whether these set them."""
     found, reached, left = set[tuple[str, bool]](), set[str](), list(methods)
     while left:
         if (method := left.pop()) in reached:
             continue
         reached.add(method)
-        if (code := code_object(getattr(kind, method, None))) is not None:
+        for code in _codes_of(kind, method):
             named = {*names_in(code)}
             found |= named
-            left += [name for name, _ in named if callable(getattr(kind, name, None))]
+            left += [name for name, _ in named]
     return found
+
+
+def _codes_of(kind: type, name: str) -> Iterator[CodeType]:
+    """The code of a method or property of a class, and of those that it has from `super`."""
+    for owner in (each for each in kind.__mro__ if name in vars(each)):
+        written = vars(owner)[name]
+        if isinstance(written, property | cached_property):
+            if is_of_a_library(owner):  # such as that of the Trainer, which leads to all of it
+                return
+            written = written.fget if isinstance(written, property) else written.func
+        if (code := code_object(getattr(written, "__func__", written))) is None:
+            return
+        yield code
+        if "super" not in code.co_names:
+            return
 
 
 def code_of(kinds: Iterable[type]) -> Iterator[tuple[str, str]]:
@@ -97,7 +112,7 @@ def code_of(kinds: Iterable[type]) -> Iterator[tuple[str, str]]:
     Args:
         kinds: the classes.
     """
-    written = {each for kind in kinds for each in kind.__mro__ if not _is_of_a_library(each)}
+    written = {each for kind in kinds for each in kind.__mro__ if not is_of_a_library(each)}
     for kind in sorted(written, key=lambda each: (each.__module__, each.__qualname__)):
         yield kind.__qualname__, _source(kind)
         yield from _named_outside(kind)
@@ -132,7 +147,8 @@ def _globals_of(function: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{each}", vars(known[name])[each]) for each in names if each in vars(known[name]))
 
 
-def _is_of_a_library(kind: type) -> bool:
+def is_of_a_library(kind: type) -> bool:
+    """Whether a class is none that a user, or this package, has written."""
     return kind.__module__.partition(".")[0] in ("torch", "lightning", "builtins", "typing", "abc")
 
 

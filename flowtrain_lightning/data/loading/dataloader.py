@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
@@ -55,7 +56,7 @@ class StepLoader:
         prepare: called with every batch, in the thread that loads; the result is the batch's ``program``.
         prepare_media: called with every encoder batch, in that thread; the result is its ``inputs``.
         keeping: says, when an epoch begins, where features are kept; None: nowhere.
-        is_limited: whoever reads a stream knows how many batches he takes of it.
+        trainer: that trains on the steps, and knows where the epochs of a stream end; None: nobody trains.
 
     Attributes:
         pace: how long the rank waits for its steps.
@@ -75,7 +76,7 @@ class StepLoader:
         prepare: Prepare | None = None,
         prepare_media: PrepareMedia | None = None,
         keeping: FeatureKeeping | None = None,
-        is_limited: bool = False,
+        trainer: L.Trainer | None = None,
     ) -> None:
         self.steps = steps
         self.sampler = StepSampler(steps.sampling.steps, steps.packing)
@@ -91,7 +92,8 @@ class StepLoader:
         self._prepare = prepare
         self._prepare_media = partial(with_inputs, prepare_media, pin_memory) if prepare_media is not None else None
         self._keeping = keeping
-        self._is_limited = is_limited
+        self._trainer = trainer
+        self._is_limited = isinstance(getattr(trainer, "limit_train_batches", None), int)
         self._loader: DataLoader[SharedMemoryBatch | None] | None = None
         self._produced: ProducedSteps | None = None
         self._reading: weakref.ref[_StepIterator] | None = None
@@ -232,10 +234,13 @@ class StepLoader:
         """Go on with the next epoch where a stream was resumed at its end; None where it was not.
 
         Lightning, too, begins the next epoch then, but with the iterator of which it has asked a batch already. It asks
-        for none ahead where it takes a limited number: there the epoch ends.
+        for none ahead where it takes a limited number: there the epoch ends. So it does where it was saved under such a
+        limit, and Lightning, which did not see its end, goes on in it.
         """
         is_foreseen = self.sampler.steps is not None or self._is_limited
         if is_foreseen or self.sampler.first == 0 or self._delivered_last is not None:
+            return None
+        if self._trainer is not None and not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return None
         self.sampler.set_epoch(self.sampler.epoch + 1)
         self.sampler.first = 0
