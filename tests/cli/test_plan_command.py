@@ -545,7 +545,7 @@ def test_fewer_encoder_batches_are_kept_where_usual_ones_do_not_fit(plan, tmp_pa
 
 def test_what_fits_with_an_encoder_in_stages_alone_is_planned(plan):
     values = json.loads(plan("--model", "qwen2.5-vl-7b", "--device", "l40s", "--devices", "4", "--json"))
-    assert values["plans"][values["recommended"]]["roles"]["encoder"]["layout"]["pipeline"] == 4
+    assert values["plans"][values["recommended"]]["roles"]["encoder"]["layout"]["pipeline"] > 1
 
 
 def test_smaller_encoder_batches_are_found_where_the_usual_ones_do_not_fit(plan, tmp_path):
