@@ -15,6 +15,7 @@ import torch
 from flowtrain_lightning import PoolSettings
 from flowtrain_lightning.parallel.ranks.connecting import disconnect_groups
 from flowtrain_lightning.runtime.timeline import Span
+from tests.checkpoint.test_mid_epoch import Stream
 from tests.exactness.layouts import trainer_for
 from tests.forks import write_down
 from tests.tiny import TinyVLM, tiny_data
@@ -102,6 +103,7 @@ def train(
     writes_at: Sequence[int] = (-1, -1),
     killed_at: Sequence[int] = (-1, -1),
     precision: str = "64-true",
+    streams: bool = False,
     **trainer: Any,
 ) -> None:
     """Trains with a frozen encoder; writes what `Notes` found."""
@@ -117,7 +119,8 @@ def train(
     module = SlowBackbone(freeze_encoder=True)
     module.skips_from, module.changes_at = tuple(skips_from), tuple(changes_at)
     module.killed_at, module.writes_at = tuple(killed_at), tuple(writes_at)
-    chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False))
+    source = {"train": Stream(Path(data) / "train.jsonl")} if streams else {}
+    chosen.fit(module, datamodule=tiny_data(Path(data), shuffle=False, **source))
     found = {"train": notes.train, "val": notes.val, "spans": notes.spans, "broadcasts": notes.broadcasts}
     write_down(folder, found)
     disconnect_groups()

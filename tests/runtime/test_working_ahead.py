@@ -99,6 +99,13 @@ def test_the_encoder_begins_later_steps_before_the_backbone_has_done_this_one(ro
     assert any(begins[step] < ends[step - 3] for step in range(3, STEPS))
 
 
+def test_so_it_does_on_a_stream_of_which_a_step_is_delivered_ahead(folder, roomy):
+    backbone, encoder = train(folder, "1+1", max_epochs=1, limit_val_batches=0, streams=True)
+    assert backbone["train"] == encoder["train"] == pytest.approx(roomy[0]["train"], rel=1e-9)
+    ends = ends_of_steps(backbone)
+    assert any(span.start < ends[span.step - 3] for span in spans_of(encoder, "encoder", COMPUTE) if span.step > 2)
+
+
 def test_the_encoder_never_waits_while_there_is_room_and_work(roomy, plans):
     encoder = roomy[1]
     forwards = spans_of(encoder, "encoder", COMPUTE)

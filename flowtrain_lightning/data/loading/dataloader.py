@@ -305,6 +305,7 @@ class _StepIterator(Iterator[StepBatch]):
         self._batches: Iterator[SharedMemoryBatch | None] | None = None
         self._coming: Future[Delivery | None] | None = None
         self._ahead: deque[Delivery] = deque()
+        self._latest: StepBatch | None = None  # of a stream, which is delivered while the one before it runs
         self._next = 0
         self._lock = threading.Lock()
 
@@ -318,6 +319,7 @@ class _StepIterator(Iterator[StepBatch]):
                 raise StopIteration
             delivery = self._ahead.popleft()
             self._next = delivery.batch.step + 1
+            self._latest = delivery.batch if self._loader.sampler.steps is None else None
             self._loader._delivered(delivery)
             self._loader.pace.given(delivery.seconds, len(delivery.batch.plan.samples))
             return delivery.batch
@@ -325,13 +327,18 @@ class _StepIterator(Iterator[StepBatch]):
     def close(self) -> None:
         """Let go of the workers and of what was loaded."""
         with self._lock:
-            self._loader = self._batches = self._coming = None
+            self._loader = self._batches = self._coming = self._latest = None
             self._ahead.clear()
 
     def following(self, step: int) -> StepBatch | None:
-        """The batch of this step, which stays in the queue, or None past the end or once closed."""
+        """The batch of this step, which stays in the queue, or None past the end or once closed.
+
+        Of a stream it may have been delivered last: Lightning asks for one more than it trains on, to know the end.
+        """
         with self._lock:
             distance = step - self._next
+            if self._latest is not None and self._latest.step == step:
+                return self._latest
             if distance < 0:
                 raise LookupError(f"Step {step} was delivered already; the next one is {self._next}.")
             return self._ahead[distance].batch if self._look_ahead(distance + 1) else None
