@@ -213,12 +213,12 @@ def read_generation(source: str | Path) -> dict[str, Any] | None:
     return said
 
 
-def end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
-    """The token with which a model ends, the first where it has several."""
+def end_token(config: Any, generation: Mapping[str, Any] | None) -> int | tuple[int, ...] | None:
+    """The token with which a model ends, or all of them: Gemma 3 ends a text by one and a turn by another."""
     ends: int | list[int] | None = (generation or {}).get(
         "eos_token_id", getattr(config.get_text_config(), "eos_token_id", None)
     )
-    return ends[0] if isinstance(ends, list) else ends
+    return tuple(ends) if isinstance(ends, list) else ends
 
 
 @contextmanager
