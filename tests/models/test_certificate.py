@@ -311,6 +311,13 @@ def test_the_command_prints_the_certificate_of_a_folder(tmp_path, monkeypatch, c
     assert capsys.readouterr().out.startswith("llava trains: a twin in two halves, packed, has the loss")
 
 
+def test_the_command_says_what_is_no_model(tmp_path, monkeypatch):
+    for model, said in (("lava", "Did you mean 'llava'"), (str(tmp_path), "has no config.json; give the folder")):
+        monkeypatch.setattr(sys, "argv", ["flowtrain", "check", model])
+        with pytest.raises(SystemExit, match=said):
+            main()
+
+
 def test_the_command_ends_with_1_where_a_family_is_refused(monkeypatch, capsys):
     assert checked(monkeypatch, "blip") == 1
     assert "blip is refused: BlipForConditionalGeneration has no get_image_features" in capsys.readouterr().out
