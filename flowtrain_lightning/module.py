@@ -79,7 +79,7 @@ class FlowModule(HeldHalves, OwnBackward, StepLogging):
         values_per_patch: numbers that ``generator_loss`` counts for each patch of an image, where they are others than
             the patch has, as those of latents are.
         max_new_tokens: how many tokens ``generate`` adds at most.
-        end_token: the id at which ``generate`` ends a sequence, or None.
+        end_token: the id, or the ids, at which ``generate`` ends a sequence, or None.
         couples: what of it may couple samples of a batch, see `flowtrain_lightning.check`; by default nothing.
         encodes_parts_apart: ``encode`` gives for some moments of a clip, or tiles of a picture, the rows that it gives
             for them within the whole, so large ones may be dealt in pieces. Rows may depend on ``before`` and
@@ -92,7 +92,7 @@ class FlowModule(HeldHalves, OwnBackward, StepLogging):
     condition_rows: int = 64
     values_per_patch: int | None = None
     max_new_tokens: int = 32
-    end_token: int | None = None
+    end_token: int | Collection[int] | None = None
     couples: Collection[Coupling] = ()
     encodes_parts_apart: bool = False
 

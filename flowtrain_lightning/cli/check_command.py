@@ -54,7 +54,8 @@ def run() -> None:
         UsageError: jsonargparse is not installed, or there is no such model.
         DataError: there are no training data, or they cannot be read.
     """
-    if len(sys.argv) > 2 and not sys.argv[2].startswith("-"):
+    words = [word for word in sys.argv[2:] if word != "--json"]
+    if words and not words[0].startswith("-"):
         run_for_model()
         return
     del sys.argv[1]  # Lightning reads the rest of the command line, where it would take this word for an option's

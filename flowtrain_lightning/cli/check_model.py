@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ def _config(model: str) -> Any:
     try:
         if not Path(model).exists() and model in CONFIG_MAPPING:
             return usual_config(model)
+        if "/" not in model and not Path(model).exists() and (near := get_close_matches(model, CONFIG_MAPPING, n=1)):
+            raise UsageError(
+                f"transformers has no model_type {model!r}, and {Path.cwd()} no such folder. Did you mean {near[0]!r}?"
+            )
         return read_config(model)
     except (ValueError, ImportError) as error:
         raise UsageError(f"{error}") from error

@@ -69,7 +69,14 @@ def _export_model(source: Path, folder: Path, weights_only: bool) -> None:
         )
     module = module_class(settings["model"]["model_type"])(**settings)
     module.configure_model()
-    module.load_state_dict(checkpoint["state_dict"])
+    try:
+        module.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(
+            f"The weights in {source} are not those of a {type(module).__name__}, as of a class of your own that adds "
+            "tokens or layers. Save the model by that class: YourClass.load_from_checkpoint(CHECKPOINT)"
+            f".save_pretrained(FOLDER). ({str(error).splitlines()[1].strip()})"
+        ) from error
     module.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         take_usual_mode(file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class GeneratingModule(HalvedModule, Protocol):
     """The methods with which a module generates; `FlowModule` has them."""
 
     max_new_tokens: int
-    end_token: int | None
+    end_token: int | Collection[int] | None
 
     @property
     def staged(self) -> Mapping[str, StageForward]:
@@ -50,7 +50,7 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
     sequences = len(batch.samples)
     generated: list[list[int]] = [[] for _ in range(sequences)]
     open_sequences = set(range(sequences))
-    others_wait = _needs_others(backbone)
+    others_wait, ends = _needs_others(backbone), ends_of(module.end_token)
     staged = module.staged.get(module.role_graph.trunk)
     relay = None if staged is None else StageRelay(staged)
     for _ in range(module.max_new_tokens):
@@ -63,13 +63,20 @@ def generate_greedily(module: GeneratingModule, batch: PackedBatch, features: Fe
         if not open_sequences:
             continue
         for sequence in sorted(open_sequences):
-            if likeliest[sequence] == module.end_token:
+            if likeliest[sequence] in ends:
                 open_sequences.discard(sequence)
             else:
                 generated[sequence].append(likeliest[sequence])
         if open_sequences:
             batch = _append(batch, torch.tensor(likeliest, device=batch.tokens.device))
     return list(zip(batch.samples, generated, strict=True))
+
+
+def ends_of(end_token: int | Collection[int] | None) -> frozenset[int]:
+    """The ids that end a sequence, of what a module has as its ``end_token``."""
+    if end_token is None:
+        return frozenset()
+    return frozenset([end_token] if isinstance(end_token, int) else end_token)
 
 
 def _scores(module: GeneratingModule, half: nn.Module, batch: PackedBatch, features: Features) -> Tensor:

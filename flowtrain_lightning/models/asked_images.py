@@ -70,7 +70,7 @@ class AskedImages(ImageProcessor):
 
     @cached_property
     def asked(self) -> Any:
-        """Height and width of an image in pixels -> all that the processor gives for a grey one."""
+        """Height and width of an image in pixels -> all that the processor gives for a grey one, pixels as shapes."""
         return lru_cache(_SIZES_KEPT)(self._ask)
 
     def given(self, image: Image) -> dict[str, Any]:
@@ -123,11 +123,24 @@ class AskedImages(ImageProcessor):
             raise ImageError(f"the model's image processor takes none of {height} x {width} pixels: {error}") from error
 
     def _ask(self, height: int, width: int) -> dict[str, Tensor]:
-        return self.given(grey(height, width))
+        return {name: _remembered(value) for name, value in self.given(grey(height, width)).items()}
 
     def _rows(self, given: Mapping[str, Tensor]) -> int:
         floats = [given[name] for name in self.names if name in given and given[name].is_floating_point()]
         return sum(tensor.numel() for tensor in floats) // self.patch_dim
+
+
+def _remembered(value: Any) -> Any:
+    """The part of an output that other images of the size have, too: of pixels the shape, else sizes would fill hosts.
+
+    A mask of pixels that are all seen takes the memory of one.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return value.to("meta")
+    first = value.flatten()[:1].clone()
+    return first.expand(value.shape) if value.numel() > 1 and bool((value == first).all()) else value
 
 
 def size_of_image(file: MediaFile) -> tuple[int, int]:

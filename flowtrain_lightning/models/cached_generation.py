@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from flowtrain_lightning.compute.generation import ends_of
 from flowtrain_lightning.data import PackedBatch
 from flowtrain_lightning.models.packed_attention import own_attention, sequence_bounds
 
 
-def takes_cache(text: Any, batch: PackedBatch, arguments: Mapping[str, Any]) -> bool:
+def takes_cache(model: Any, text: Any, batch: PackedBatch, arguments: Mapping[str, Any]) -> bool:
     """Whether a model can go on from what its text model is given.
 
     ``generate`` takes embeddings and positions; features for later layers and masks it would drop. Where ranks share
     weights, all must run as many forwards, which answers of their own length do not.
 
     Args:
+        model: of Hugging Face.
         text: the text model.
         batch: the microbatch.
         arguments: what ``merge`` makes of it.
     """
     known = {"inputs_embeds", "position_ids", "use_cache", *sequence_bounds(batch)}
-    return arguments.keys() <= known and not any(isinstance(weight, DTensor) for weight in text.parameters())
+    begins_with_embeddings = "inputs_embeds" in inspect.signature(model.prepare_inputs_for_generation).parameters
+    in_parts = any(isinstance(weight, DTensor) for weight in text.parameters())
+    return begins_with_embeddings and arguments.keys() <= known and not in_parts
 
 
 @torch.no_grad()
 def generate_with_cache(
-    model: Any, text: Any, batch: PackedBatch, arguments: Mapping[str, Any], max_new_tokens: int, end_token: int | None
+    model: Any,
+    text: Any,
+    batch: PackedBatch,
+    arguments: Mapping[str, Any],
+    max_new_tokens: int,
+    end_token: int | Collection[int] | None,
 ) -> list[tuple[int, list[int]]]:
     """Continues every sequence by its likeliest tokens, one sequence after another.
 
@@ -40,15 +50,14 @@ def generate_with_cache(
         batch: the microbatch.
         arguments: what ``merge`` makes of it.
         max_new_tokens: of a sequence.
-        end_token: ends a sequence, as do those of the model's own ``generation_config``.
+        end_token: one or several that end a sequence, as do those of the model's own ``generation_config``.
 
     Returns:
         data set index and new token ids of every sequence, in the microbatch's order.
     """
     from transformers import GenerationConfig
 
-    own: int | list[int] | None = model.generation_config.eos_token_id
-    ends = {token for token in (end_token, *(own if isinstance(own, list) else [own])) if token is not None}
+    ends = ends_of(end_token) | ends_of(model.generation_config.eos_token_id)
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
     )

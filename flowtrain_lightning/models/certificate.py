@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flowtrain_lightning.compute.random_layers import dropout_settings
 from flowtrain_lightning.data import IGNORED_LABEL, PackedBatch
 from flowtrain_lightning.data.loading.collate import pack_media
 from flowtrain_lightning.data.media.loaded_media import LoadedMedia
 from flowtrain_lightning.models.built_twin import twin_of
+from flowtrain_lightning.models.checked_twin import fitting
 from flowtrain_lightning.models.family_traits import all_seen
 from flowtrain_lightning.models.huggingface_vlm import HuggingFaceVLM
 from flowtrain_lightning.models.trained_weights import add_adapters
@@ -30,6 +34,9 @@ EXACT = 1e-9
 
 ROUNDED = 1e-6
 """The same where code of ``transformers`` rounds to float32 on its way."""
+
+_NO_NUMBER = sys.float_info.max
+"""Stands for an error that is NaN or infinite, which is no JSON."""
 
 _PADDING = 5
 
@@ -122,11 +129,14 @@ class _Comparison:
         with torch.device("cpu"), default_dtype(torch.float64):
             twin = twin_of(config)
             self._own, self._samples = twin.model, twin_samples(twin.config, twin.pictures)
-            self._module = kind(twin.config, **settings)
+            self._module = kind(twin.config, **fitting(settings, self._own))
             self._module.configure_model()
             if (adapters := self._module.hparams["adapters"]) is not None:
                 add_adapters(self._own, adapters)
         self._module.double()
+        for layer in (*self._own.modules(), *self._module.modules()):
+            for name in dropout_settings(layer):  # as of adapters; other layouts draw other numbers
+                setattr(layer, name, 0.0)
         self._share_weights()
         self._own.train()
 
@@ -148,6 +158,7 @@ class _Comparison:
             of_loss = abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-300)
             errors = {**relative_errors(expected, found), "the loss": of_loss, **self._tower_errors()}
             leak = self._leak()
+        errors = {name: _number(error) for name, error in errors.items()}
         where = max(errors, key=lambda name: errors[name])
         return self._judged(errors[where], where, leak)
 
@@ -156,7 +167,9 @@ class _Comparison:
         half = "encoder" if where.startswith("features") else role.partition("_")[0]
         trains = error <= ROUNDED and leak <= EXACT
         reason = ""
-        if error > ROUNDED:
+        if error == _NO_NUMBER:
+            reason = f"packed and in halves, or in Hugging Face's own model, {where} of the {half} is NaN or infinite."
+        elif error > ROUNDED:
             reason = (
                 f"packed and in halves, {where} of the {half} is {error:.1e} off what Hugging Face's whole model has "
                 "sample by sample."
@@ -230,7 +243,7 @@ class _Comparison:
             after = self._of_samples(samples)
             for number, (one, other) in enumerate(zip(before, after, strict=True)):
                 if number != changed:
-                    worst = max(worst, float((one - other).norm() / one.norm().clamp(min=1e-300)))
+                    worst = max(worst, _number(float((one - other).norm() / one.norm().clamp(min=1e-300))))
         return worst
 
     def _of_samples(self, samples: Sequence[TwinSample]) -> list[Tensor]:
@@ -245,6 +258,11 @@ class _Comparison:
         (gradient,) = torch.autograd.grad(loss, arguments["inputs_embeds"])
         lengths = [len(sample.sequence) for sample in samples]
         return list(gradient[0, : sum(lengths)].split(lengths))
+
+
+def _number(error: float) -> float:
+    """The error itself; NaN would be above no bound."""
+    return error if math.isfinite(error) else _NO_NUMBER
 
 
 def _as_features(made: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tensor | tuple[Tensor, ...]]:

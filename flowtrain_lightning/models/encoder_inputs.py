@@ -168,7 +168,8 @@ class AskedInputs:
     """Of images that the model's own image processor has made, whose values lie in rows one after another.
 
     Attributes:
-        ask: height and width of an image in pixels -> all that its processor gives for one of that size.
+        ask: height and width of an image in pixels -> all that its processor gives for one of that size; of pixels
+            their shape.
         names: what ``get_image_features`` takes.
     """
 
@@ -203,7 +204,7 @@ class AskedInputs:
                 end = begin + like.numel()
                 found[name], begin = flat[begin:end].view(like.shape), end
             else:
-                found[name] = like
+                found[name] = like.clone(memory_format=torch.contiguous_format)  # what is asked is kept
         return found
 
 
@@ -213,11 +214,15 @@ def tile_dimension(pixels: Tensor) -> int:
 
 
 def _between(asked: Mapping[str, Any], tiles: Tiles | None) -> Mapping[str, Any]:
-    """The output of a processor for some tiles of an image."""
+    """The output of a processor for some tiles of an image; what has no entry for each tile stays, such as words."""
     if tiles is None or not tiles.before + tiles.behind:
         return asked
-    along = tile_dimension(asked["pixel_values"])
+    along, whole = tile_dimension(asked["pixel_values"]), tiles.before + tiles.number + tiles.behind
+
+    def has_tiles(each: Any) -> bool:
+        return isinstance(each, Tensor) and each.ndim > along and each.shape[along] == whole
+
     return {
-        name: each.narrow(along, tiles.before, tiles.number) if isinstance(each, Tensor) and each.ndim > along else each
+        name: each.narrow(along, tiles.before, tiles.number) if has_tiles(each) else each
         for name, each in asked.items()
     }

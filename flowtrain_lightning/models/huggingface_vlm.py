@@ -352,7 +352,7 @@ class HuggingFaceVLM(ReadingModule):
         if self.role_graph.trunk in self.staged:
             return super().generate(batch, features)
         arguments = self.merge(batch, features)
-        if not takes_cache(self._text, batch, arguments):
+        if not takes_cache(self.model, self._text, batch, arguments):
             return super().generate(batch, features)
         return generate_with_cache(self.model, self._text, batch, arguments, self.max_new_tokens, self.end_token)
 

@@ -32,18 +32,22 @@ def own_processor(model: str | Path, config: Any, tokenizer: Any, image_processo
     Raises:
         ValueError: ``transformers`` has none for the family, or its files do not fit it.
     """
-    from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING, ProcessorMixin
+    import transformers
 
-    whole = CONFIG_MAPPING.get(config.model_type.removesuffix(_THINKER), type(config))
-    kind = PROCESSOR_MAPPING.get(type(config), None) or PROCESSOR_MAPPING.get(whole, None)
-    if kind is None or not hasattr(kind, "replace_image_token"):
-        raise ValueError(
-            f"transformers has no processor that writes images for models of type {config.model_type!r}. Write a "
-            "template: FlowDataModule(template=ChatTemplate(...))."
-        )
     settings: dict[str, Any] = {}
     with suppress(OSError):  # a model whose processor has no file of its own
-        settings, _ = ProcessorMixin.get_processor_dict(model)
+        settings, _ = transformers.ProcessorMixin.get_processor_dict(model)
+    family, mapping = config.model_type.removesuffix(_THINKER), transformers.PROCESSOR_MAPPING
+    # Families without a processor of their own name in their files whose they have, as GLM-OCR does.
+    named = settings.get("processor_class") or tokenizer.init_kwargs.get("processor_class") or ""
+    kinds = (mapping.get(type(config), None), mapping.get(transformers.CONFIG_MAPPING.get(family, type(config)), None))
+    kind = next((kind for kind in (*kinds, getattr(transformers, named, None)) if kind is not None), None)
+    if kind is None or not hasattr(kind, "replace_image_token"):
+        raise ValueError(
+            f"transformers has no processor that writes images for models of type {config.model_type!r}, and the "
+            f"files of {model} name none that does (processor_class). Write a template: "
+            "FlowDataModule(template=ChatTemplate(...))."
+        )
     known = inspect.signature(kind.__init__).parameters
     given = {name: value for name, value in settings.items() if name in known and not isinstance(value, Mapping)}
     given |= {"image_processor": image_processor, "tokenizer": tokenizer}
@@ -95,7 +99,21 @@ def own_images(processor: Any, config: Any) -> AskedImages:
 
 
 def _of_image(processor: Any, image: Any) -> Any:
-    return processor(text=[processor.image_token], images=[[image]], return_tensors="np")
+    return _asked(processor, image, return_tensors="np")
+
+
+def _asked(processor: Any, image: Any, **options: Any) -> Any:
+    """All that a processor gives for an image and the text that stands for it."""
+    text = [_placeholder(processor)]
+    try:
+        return processor(text=text, images=[[image]], **options)
+    except ValueError:  # as of GOT-OCR, which takes no lists of a text's images
+        return processor(text=text, images=[image], **options)
+
+
+def _placeholder(processor: Any) -> str:
+    """The token that a chat template writes for an image; empty where a processor names none."""
+    return str(getattr(processor, "image_placeholder_token", None) or getattr(processor, "image_token", None) or "")
 
 
 def counted_by_words(images: AskedImages, words: ImageWords) -> AskedImages:
@@ -119,7 +137,7 @@ def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
         ValueError: the processor names no token for images.
     """
     token = str(tokenizer.convert_ids_to_tokens(image_token_id(config)))
-    placeholder = getattr(processor, "image_token", None)
+    placeholder = _placeholder(processor)
     if not placeholder:
         raise ValueError(
             f"{type(processor).__name__} names no image_token, so that nobody knows where images go. Write a "
@@ -128,7 +146,7 @@ def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
 
     @lru_cache(_SIZES_KEPT)
     def written(size: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
-        asked = processor(text=[placeholder], images=[[grey(*size)]], return_text_replacement_offsets=True)
+        asked = _asked(processor, grey(*size), return_text_replacement_offsets=True)
         text = str(asked["text_replacement_offsets"][0][0]["replacement"])
         runs = re.compile(f"(?:{re.escape(token)})+")
         counts = tuple(len(run.group()) // len(token) for run in runs.finditer(text))
@@ -139,4 +157,4 @@ def own_words(processor: Any, config: Any, tokenizer: Any) -> ImageWords:
         return text, list(counts)
 
     audio = getattr(processor, "audio_token", None) if audio_token_id(config) is not None else None
-    return ImageWords(str(placeholder), token, True, write, audio=audio)
+    return ImageWords(placeholder, token, True, write, audio=audio)

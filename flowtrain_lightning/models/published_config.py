@@ -107,6 +107,8 @@ def read_settings(model: str | Path) -> dict[str, Any]:
             f"No model {str(model)!r} was found: {Path.cwd()} has no such folder, and the Hugging Face Hub gave none "
             f"({str(error).splitlines()[0]}) Check the spelling, the connection and the token of a private model."
         ) from error
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"The folder {model} has no config.json; give the folder of a model of Hugging Face.")
     if not settings.get("model_type"):
         raise ValueError(f"The config.json of {model} names no model_type, so it is unknown which family it is of.")
     return settings
@@ -213,12 +215,12 @@ def read_generation(source: str | Path) -> dict[str, Any] | None:
     return said
 
 
-def end_token(config: Any, generation: Mapping[str, Any] | None) -> int | None:
-    """The token with which a model ends, the first where it has several."""
+def end_token(config: Any, generation: Mapping[str, Any] | None) -> int | tuple[int, ...] | None:
+    """The token with which a model ends, or all of them: Gemma 3 ends a text by one and a turn by another."""
     ends: int | list[int] | None = (generation or {}).get(
         "eos_token_id", getattr(config.get_text_config(), "eos_token_id", None)
     )
-    return ends[0] if isinstance(ends, list) else ends
+    return tuple(ends) if isinstance(ends, list) else ends
 
 
 @contextmanager

@@ -20,14 +20,14 @@ _FEWEST = 2
 _MOST = 6
 """Layers of a half: as many as it has kinds of, within these bounds."""
 
+_HEADS = ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head")
+
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("projection_dim", "d_model", "n_embd", "mlp_dim", "model_dim", "hidden_dim"), 64),
     **dict.fromkeys(("intermediate_size_mlp", "adapter_hidden_dim", "encoder_ffn_dim", "output_dim"), 64),
     "downsample_hidden_size": 16,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_intermediate_size"), 32),
-    **dict.fromkeys(
-        ("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads", "n_head"), 4
-    ),
+    **dict.fromkeys(_HEADS, 4),
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "global_head_dim", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
@@ -54,9 +54,15 @@ _ALIKE = ("hidden_size", "projection_dim", "vocab_size")
 """Ends of names of sizes that parts of a model have in common, so that they are not kept where they are smaller."""
 
 _TOKENS = ("_token_id", "_token_index", "_patch_id")
+_LEAST_STATES = 3
+"""Hidden states of a tower of the fewest layers, that before its first layer among them."""
+
 _LISTS_OF_INDICES = ("deepstack_visual_indexes", "fullatt_block_indexes")
 _PATCHES = 4
-"""Patches on a side of an image for a tower that takes one size."""
+"""Patches on a side of a small image, where blocks of them that are merged fill it."""
+
+_MERGED = ("scale_factor", "spatial_merge_size", "downsample_factor")
+"""Names of patches on a side of a block that becomes one row of features."""
 
 
 def twin_config(config: Any, *, small_images: bool = True) -> Any:
@@ -73,7 +79,7 @@ def twin_config(config: Any, *, small_images: bool = True) -> Any:
         Exception: whatever the config's class raises of numbers that do not fit each other.
     """
     given = copy.deepcopy(config.to_dict())
-    small = _Shrinking(small_images, _factors(given)).shrunk(given, "")
+    small = _Shrinking(patches_on_a_side(given) if small_images else 0, _factors(given)).shrunk(given, "")
     for name in ("transformers_version", "architectures", "torch_dtype", "dtype", "_name_or_path"):
         small.pop(name, None)
     small.pop("model_type", None)
@@ -84,6 +90,17 @@ def twin_config(config: Any, *, small_images: bool = True) -> Any:
     made = type(made)(**{name: value for name, value in made.to_dict().items() if name != "model_type"})
     made._experts_implementation = "eager"  # the others know no float64
     return made
+
+
+def patches_on_a_side(config: Mapping[str, Any]) -> int:
+    """Patches on a side of a twin's images, which whole blocks of merged patches fill.
+
+    Args:
+        config: of the model or of its twin, as a dictionary.
+    """
+    parts = (config, config.get("vision_config") or {})
+    merged = next((part[name] for part in parts for name in _MERGED if isinstance(part.get(name), int)), 1)
+    return _PATCHES if merged < 1 or _PATCHES % merged == 0 else 2 * merged
 
 
 def _give_sections(config: Any) -> None:
@@ -109,9 +126,9 @@ def _with_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
 class _Shrinking:
     """One config on its way to a twin's; remembers which special token has become which."""
 
-    def __init__(self, small_images: bool, factors: Mapping[int, int]) -> None:
+    def __init__(self, patches: int, factors: Mapping[int, int]) -> None:
         self._tokens: dict[int, int] = {}
-        self._small_images = small_images
+        self._patches = patches  # on a side of an image of one size; 0: as it is
         self._factors = factors
 
     def shrunk(self, part: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -121,8 +138,8 @@ class _Shrinking:
             found[name] = self._value(name, value, f"{path}.{name}") if isinstance(name, str) else value
         _cut_layers(found)
         _fit(found)
-        if self._small_images:
-            _shrink_images(found)
+        if self._patches:
+            _shrink_images(found, self._patches)
         return found
 
     def _value(self, name: str, value: Any, path: str) -> Any:
@@ -216,27 +233,33 @@ def _fit(part: dict[str, Any]) -> None:
     """Fits numbers to others of the same part, in place."""
     if "kv_lora_rank" in part and "num_attention_heads" in part:
         part["num_key_value_heads"] = part["num_attention_heads"]
+    for name in _HEADS:
+        if part.get(name) == 3:  # which divide no width of a twin
+            part[name] = 2
     for name in ("vision_feature_layer", "vision_feature_layers"):
-        if isinstance(part.get(name), list | tuple):
-            part[name] = [-1 - number for number in range(len(part[name]))]
+        layers = part.get(name)
+        if isinstance(layers, list | tuple):
+            part[name] = [-1 - number % 4 for number in range(len(layers))]
+        elif isinstance(layers, int) and not -_LEAST_STATES <= layers < _LEAST_STATES:
+            part[name] = -2
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(part.get(name), dict):
             part[name] = _rotary(part[name], part)
 
 
-def _shrink_images(part: dict[str, Any]) -> None:
+def _shrink_images(part: dict[str, Any], patches: int) -> None:
     patch = part.get("patch_size")
     side = patch[0] if isinstance(patch, list | tuple) and patch else patch
     if isinstance(side, int) and "image_size" in part:
-        size, small = part["image_size"], _PATCHES * side
+        size, small = part["image_size"], patches * side
         part["image_size"] = [small] * len(size) if isinstance(size, list | tuple) else small
     for name in ("image_seq_length", "mm_tokens_per_image"):
         if isinstance(part.get(name), int):
             part[name] = 4
     if "global_attn_indexes" in part and isinstance(part.get("window_size"), int):  # in patches
-        part["window_size"] = min(part["window_size"], _PATCHES // 2)
+        part["window_size"] = min(part["window_size"], patches // 2)
     if isinstance(part.get("projector_patch_to_query_dict"), Mapping):
-        part["projector_patch_to_query_dict"] = {_PATCHES**2: 4}
+        part["projector_patch_to_query_dict"] = {patches**2: 4}
 
 
 def _scale_pinpoints(small: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -253,12 +276,15 @@ def _image_size(config: Mapping[str, Any]) -> int:
 
 
 def _rotary(rope: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of rotary positions, whose sections fill half of a smaller head."""
+    """Settings of rotary positions, whose sections and factors fill half of a smaller head."""
     found: dict[str, Any] = {}
+    share = rope.get("partial_rotary_factor", part.get("partial_rotary_factor")) or 1.0
+    half = int(_head(part) * share) // 2
     for name, value in rope.items():
         if name == "mrope_section" and isinstance(value, list) and len(value) == 3:
-            share = rope.get("partial_rotary_factor", part.get("partial_rotary_factor")) or 1.0
-            found[name] = _sections(value, int(_head(part) * share) // 2)
+            found[name] = _sections(value, half)
+        elif name in ("short_factor", "long_factor") and isinstance(value, list) and value:  # one for each frequency
+            found[name] = [value[number % len(value)] for number in range(half)]
         elif isinstance(value, Mapping):
             found[name] = _rotary(value, part)
         else:

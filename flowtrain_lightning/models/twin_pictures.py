@@ -22,6 +22,7 @@ from flowtrain_lightning.models.encoder_inputs import (
 )
 from flowtrain_lightning.models.family_traits import rows_of, whole_of
 from flowtrain_lightning.models.published_config import audio_token_id
+from flowtrain_lightning.models.twin import patches_on_a_side
 
 _SIZES = ((60, 84), (112, 60), (84, 84))
 """Height and width in pixels of pictures for an image processor."""
@@ -30,9 +31,8 @@ _FRAMES = (130, 205)
 """Of clips of audio: more than a tower's convolutions look at together, or Qwen3-Omni's would hear shorter clips
 otherwise beside longer ones. What the tower makes of a clip alone counts here."""
 
-_GRIDS = ((4, 4), (4, 8), (8, 4))
-"""Patches along the height and width of pictures of any size."""
-
+_SHAPES = ((1, 1), (1, 2), (2, 1))
+"""Of pictures of any size: how often the least number of patches lies along their height and width."""
 
 _BUDGETS: Mapping[str, int] = {"max_soft_tokens": 70, "min_image_tokens": 4, "max_image_tokens": 16}
 """Settings of image processors that enlarge a picture until it fills a budget, and small budgets that are allowed."""
@@ -196,7 +196,9 @@ def _made_up(config: Any, *, any_size: bool) -> list[LoadedMedia]:
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
     square = _one(getattr(vision, "image_size", None) or 4 * side) // side
     found = []
-    for number, grid in enumerate(_GRIDS if any_size else ((square, square),) * len(_GRIDS)):
+    least = patches_on_a_side(config.to_dict())
+    shapes = [(high * least, wide * least) if any_size else (square, square) for high, wide in _SHAPES]
+    for number, grid in enumerate(shapes):
         patches = np.random.default_rng(number).standard_normal((grid[0] * grid[1], channels * side**2))
         found.append(LoadedMedia(patches, grid, 1, size=(grid[0] * side, grid[1] * side)))
     return found

@@ -76,7 +76,7 @@ def videos_of(model: str | Path) -> VideoProcessor | None:
         model: the model's name or folder.
 
     Returns:
-        None where its family takes no videos.
+        None where its family takes no videos, or its files do not say what becomes of them.
 
     Raises:
         ValueError: its files ask for something else than what is done here.
@@ -86,7 +86,10 @@ def videos_of(model: str | Path) -> VideoProcessor | None:
     family = read_config(model).model_type
     if family not in (*_QWEN2, *_QWEN3):
         return None
-    settings, _ = VideoProcessorMixin.get_video_processor_dict(model)
+    try:
+        settings, _ = VideoProcessorMixin.get_video_processor_dict(model)
+    except OSError:  # a folder of weights alone: who reads images by parts of their own needs no videos
+        return None
     _check(settings, model)
     kind = VideoProcessor if family in _QWEN2 else Qwen3Videos
     names = ("patch_size", "merge_size", "temporal_patch_size", "fps", "min_frames", "max_frames")

@@ -27,7 +27,7 @@ from flowtrain_lightning.packing_check.conditional_modules import conditional_mo
 from flowtrain_lightning.packing_check.course import Course
 from flowtrain_lightning.packing_check.diagnosis import backbone_finding, encoder_finding, label_findings
 from flowtrain_lightning.packing_check.dispatch_modes import InFloat64
-from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding
+from flowtrain_lightning.packing_check.findings import BACKBONE, ENCODE, Finding, Method
 from flowtrain_lightning.packing_check.machine import CPU, made_on, many_threads, memory_given_back
 from flowtrain_lightning.packing_check.media_parts import parts_finding
 from flowtrain_lightning.packing_check.needed_weights import NeededWeight, unlikely_needs
@@ -95,7 +95,12 @@ def check_packing(module: Any, data: FlowDataModule, trainer: L.Trainer) -> Chec
     start = time.perf_counter()
     twin = module.checked_twin() if isinstance(module, HasTwin) else None
     module, samples, known = twin or (module, None, ())
-    report = _report_of(module, samples or data, trainer, start)
+    try:
+        report = _report_of(module, samples or data, trainer, start)
+    except Exception:
+        if not known:
+            raise
+        report = CheckReport(0, 0, CPU, torch.float64)  # it is refused, whatever else there is to say
     report.findings += known
     return report
 
@@ -172,6 +177,7 @@ def _check_encoder(
     course = Course(passes, run, items, ENCODE)
     course.run()
     report.findings += course.findings
+    report.unproven += _of_no_numbers(course, ENCODE)
     if (difference := course.difference) is not None:
         with course.draws:
             report.findings.append(
@@ -187,6 +193,7 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
     course = Course(passes, lambda of_module, groups: of_module.backbone(groups, features), members, BACKBONE)
     course.run()
     report.findings += course.findings
+    report.unproven += _of_no_numbers(course, BACKBONE)
     with course.draws:
         by_itself = _by_itself(passes, members, features, report)
         if by_itself is not None and (unlike := course.compare(by_itself, least=_OWN_KERNELS)) is not None:
@@ -219,6 +226,14 @@ def _check_backbone(passes: Passes, members: Sequence[int], features: FeaturesOf
                     Finding("backbone", say.SOMETHING_COUPLES.format(difference=difference)),
                 )
             )
+
+
+def _of_no_numbers(course: Course[Any], method: Method) -> list[str]:
+    if not course.numberless:
+        return []
+    first, *others = course.numberless
+    names = first if not others else f"{first} and {len(others)} more"
+    return [say.NO_NUMBERS_ALONE.format(method=method.name, items=method.items, names=names)]
 
 
 def _explained(explain: Callable[[], T], otherwise: T) -> T:

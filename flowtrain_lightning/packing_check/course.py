@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -38,6 +39,7 @@ class Course(Generic[T]):
         difference: between the two; None where rounding explains it.
         tolerance: relative error of the loss that rounding explains.
         draws: inside, random numbers are the same in every pass.
+        numberless: tensors that hold something that is no number with each item by itself: they cannot be compared.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Course(Generic[T]):
         self._run_on = run
         self._items = items
         self._method = method
+        self.numberless: list[str] = []
         self._bounds: Bounds | None = None
 
     def run(self) -> None:
@@ -63,6 +66,7 @@ class Course(Generic[T]):
         """
         apart = [[item] for item in self._items]
         self.alone = self._run(apart)
+        self.numberless = self.alone.without_numbers
         if len(self._items) == 1:
             return
         try:
@@ -107,8 +111,9 @@ class Course(Generic[T]):
         """Compares a pass with one by one; None where rounding explains the difference, or it is at most ``least``."""
         alone = self.alone
         errors = relative_errors(alone.values, other.values) | relative_errors(alone.gradients, other.gradients)
-        of_loss = abs(other.loss - alone.loss) / loss_scale(alone)
-        if max([of_loss, *errors.values()]) <= EXACT:
+        errors = {name: error for name, error in errors.items() if name not in self.numberless}
+        of_loss = abs(other.loss - alone.loss) / loss_scale(alone) if math.isfinite(alone.loss) else 0.0
+        if all(error <= EXACT for error in (of_loss, *errors.values())):
             return None
         if self._bounds is None:
             apart = [[item] for item in self._items]
@@ -125,7 +130,7 @@ class Course(Generic[T]):
             alone=alone.loss if has_loss else None,
             worst=worst,
             error=beyond.get(worst, of_loss),
-            values_differ=of_loss > self._bounds.of_loss or any(name.startswith("features ") for name in beyond),
+            values_differ=not of_loss <= self._bounds.of_loss or any(name.startswith("features ") for name in beyond),
         )
 
     def _refuse(self, sentence: str, error: Exception) -> None:

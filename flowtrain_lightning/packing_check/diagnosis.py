@@ -24,6 +24,8 @@ from flowtrain_lightning.packing_check.samples import Item
 
 def encoder_finding(passes: Passes, modality: str, items: Sequence[Item], difference: Difference) -> Finding:
     """Says why features, or gradients through them, differ for items that are encoded together."""
+    if not difference.is_number:
+        return _of_no_numbers(ENCODE.name, ENCODE.bounds, difference)
     if not difference.values_differ:
         sentence = say.BACKWARD_COUPLES.format(method=ENCODE.name, difference=difference, bounds=ENCODE.bounds)
         return Finding("encode", sentence)
@@ -35,6 +37,8 @@ def backbone_finding(
     passes: Passes, members: Sequence[int], features: FeaturesOfItems, difference: Difference, tolerance: float
 ) -> Finding:
     """Says why the loss, or gradients, differ for samples that are packed together."""
+    if not difference.is_number:
+        return _of_no_numbers("merge, backbone or loss", BACKBONE.bounds, difference)
     together = passes.outputs(members, features)
     alone = [passes.outputs([member], features).rows for member in members]
     known = [rows for rows in alone if rows is not None]
@@ -48,6 +52,10 @@ def backbone_finding(
         return Finding("loss", say.LOSS_COUPLES.format(difference=difference))
     sentence = say.BACKWARD_COUPLES.format(method="backbone or loss", difference=difference, bounds=BACKBONE.bounds)
     return Finding("backbone", sentence)
+
+
+def _of_no_numbers(method: str, bounds: str, difference: Difference) -> Finding:
+    return Finding("numbers", say.NO_NUMBERS.format(method=method, difference=difference, bounds=bounds))
 
 
 def label_findings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,7 +12,7 @@ Coupling = Literal["random", "batch_norm", "encode", "backbone", "loss"]
 
 COUPLINGS: tuple[str, ...] = get_args(Coupling)
 
-Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "sum", "labels", "parts"]
+Kind = Literal["random", "batch_norm", "encode", "backbone", "loss", "count", "sum", "labels", "parts", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,17 @@ class Difference:
     values_differ: bool
     other: str = "packed"
 
+    @property
+    def is_number(self) -> bool:
+        """Whether packed gives numbers where alone does."""
+        return math.isfinite(self.error)
+
     def __str__(self) -> str:
         parts = []
         if self.packed is not None and self.alone is not None:
             parts.append(f"loss {self.packed:.7g} {self.other}, {self.alone:.7g} in sum one by one")
         if self.worst:
-            parts.append(f"{self.worst} {share(self.error)} off")
+            parts.append(f"{self.worst} {share(self.error)} off" if self.is_number else f"{self.worst} holds NaN")
         return "; ".join(parts)
 
 
@@ -205,8 +211,8 @@ SHIFTED = (
     "already: the label of a token stands at its own place; compare outputs and batch.labels as they are."
 )
 OWN_TOKENS = (
-    "loss: it teaches each token to repeat itself: it reads batch.tokens as labels. Compare the outputs with "
-    "batch.labels, which are shifted already and leave out what is not learned."
+    "loss: it teaches each token to repeat itself: it reads batch.tokens as labels, or labels a place too late. "
+    "Compare the outputs with batch.labels, which are shifted already and leave out what is not learned."
 )
 RANDOM = (
     "{method}: it draws random numbers (such as F.dropout, layer drop or noise), which then belong to a batch and not "
@@ -214,7 +220,16 @@ RANDOM = (
 )
 BATCH_NORM = (
     "{method}: {layers} by the statistics of whatever is packed together. Use a norm over each item (GroupNorm, "
-    "LayerNorm), or freeze the statistics: call eval() on the layer in train()."
+    "LayerNorm), or freeze the statistics: call eval() on the layer where it is built (Lightning calls no train())."
+)
+NO_NUMBERS = (
+    "{method}: packed together there is something that is no number, NaN or infinite, where each alone has numbers "
+    "({difference}). Look for a quotient, a root or a norm of what may be empty or 0 within {bounds}, such as a mean "
+    "over the images of a sample without any: torch.where leaves the NaN of its other side in the gradient."
+)
+NO_NUMBERS_ALONE = (
+    "{method} gives something that is no number, NaN or infinite, for {items} one by one, so that {names} could not be "
+    "compared."
 )
 TAKES_LONG = (
     "flowtrain: whether packing changes what {module} learns is checked once, on {device}, with one block of every "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,5 +35,6 @@ def parts_finding(passes: Passes, items: Sequence[Item], features: FeaturesOfIte
     for item, rows in passes.encode_parts(several).items():
         for found, expected in zip(rows, features[item], strict=True):
             largest = max(float(expected.abs().max()), 1e-30)
-            error = max(error, float((found - expected).abs().max()) / largest)
+            distance = float((found - expected).abs().max())
+            error = max(error, distance / largest if math.isfinite(distance) else math.inf)  # NaN is above no bound
     return Finding("parts", say.PARTS_DIFFER.format(error=error)) if error > tolerance else None

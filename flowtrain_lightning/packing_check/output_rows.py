@@ -57,6 +57,7 @@ def sign_of_own_tokens(batch: PackedBatch, gradient: Tensor) -> bool:
     if taught is None:
         return False
     tellable = batch.targets[batch.tokens[batch.targets] != batch.labels[batch.targets]]
+    tellable = tellable[taught[tellable] >= 0]  # the first of an answer is taught nothing by labels a place too late
     own = taught[tellable] == batch.tokens[tellable]
     return _share(own) > _SURE
 

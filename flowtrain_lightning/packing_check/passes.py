@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowtrain_lightning.compute.checked_outputs import checked_features
 from flowtrain_lightning.compute.feature_spec import as_features
 from flowtrain_lightning.compute.named_losses import ReturnedLosses, loss_names, returned_losses
 from flowtrain_lightning.compute.step_metrics import MetricAccumulator
@@ -47,6 +48,12 @@ class Pass:
     losses: list[tuple[float, float]] = field(default_factory=list)
     count: float = 0.0
     magnitude: float = 0.0
+
+    @property
+    def without_numbers(self) -> list[str]:
+        """Names of the tensors that hold something that is no number, NaN or infinite."""
+        tensors = {**self.values, **self.gradients}
+        return [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class Passes:
         self.before_call()
         with self.module.logging_refused("encode"):
             output = self.module.encode(media)
-        return output if isinstance(output, tuple) else (output,)
+        return checked_features(output, media, type(self.module).__name__)
 
     def backbone(self, groups: Sequence[Sequence[int]], features: FeaturesOfItems) -> Pass:
         """Runs the backbone on the samples, each group as one microbatch, and goes backward through each."""
@@ -336,10 +343,11 @@ def relative_errors(
 ) -> dict[str, float]:
     """Name -> how far a tensor is from what was expected, as law 1 of exactness measures it.
 
-    That is ``‖g − g_ref‖ / max(‖g_ref‖, floor·‖all‖)``; a tensor that is missing is zero.
+    That is ``‖g − g_ref‖ / max(‖g_ref‖, floor·‖all‖)``; a tensor that is missing is zero, and one that holds something
+    that is no number is infinitely far.
     """
     norms = {name: _norm(tensor) for name, tensor in expected.items()}
-    whole = math.hypot(*norms.values())
+    whole = math.hypot(*filter(math.isfinite, norms.values()))
     errors = {}
     for name in {**expected, **found}:
         if name not in found:
@@ -349,7 +357,8 @@ def relative_errors(
         else:
             distance = _norm(found[name] - expected[name])
         scale = max(norms.get(name, 0.0), floor * whole)
-        errors[name] = distance / scale if scale > 0 else float(distance > 0)
+        error = distance / scale if scale > 0 else float(distance > 0)
+        errors[name] = error if math.isfinite(distance) else math.inf  # NaN is above no bound
     return errors
 
 

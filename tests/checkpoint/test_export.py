@@ -69,6 +69,20 @@ def test_flowtrain_export_says_that_a_checkpoint_holds_no_model_of_hugging_face(
     assert not (tmp_path / "out").exists()
 
 
+def test_flowtrain_export_says_that_weights_are_those_of_a_class_of_ones_own(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from tests.models.tiny import FAMILIES
+
+    module = FAMILIES["qwen2_vl"].kind(FAMILIES["qwen2_vl"].config)
+    module.configure_model()
+    grown = {name: torch.cat([weight, weight]) for name, weight in module.state_dict().items() if "lm_head" in name}
+    held = {"hyper_parameters": dict(module.hparams), "state_dict": {**module.state_dict(), **grown}}
+    monkeypatch.setattr("flowtrain_lightning.checkpoint.read_checkpoint", lambda *_, **__: held)
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "export", "--format", "hf", "last.ckpt", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"not those of a QwenVLM, as of a class of your own .*size mismatch"):
+        main()
+
+
 def test_flowtrain_export_writes_a_plain_file(straight, weights, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["flowtrain", "export", str(straight / "ended.ckpt"), str(tmp_path / "out.ckpt")])
     main()

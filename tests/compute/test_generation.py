@@ -91,6 +91,10 @@ def test_a_sequence_ends_at_the_end_token_and_the_others_go_on():
     assert generate_greedily(counting(end_token=6), packed([1, 2], [5]), {}) == [(0, [3]), (1, [5, 10, 20])]
 
 
+def test_a_sequence_ends_at_any_of_several_end_tokens():
+    assert generate_greedily(counting(end_token=(6, 20)), packed([1, 2], [5]), {}) == [(0, [3]), (1, [5, 10])]
+
+
 def test_nothing_is_computed_once_all_have_ended():
     module = counting(end_token=3, max_new_tokens=100)
     assert generate_greedily(module, packed([1, 2]), {}) == [(0, [])]

@@ -53,6 +53,30 @@ def test_where_generate_cannot_take_what_merge_gives_all_is_computed_anew(tmp_pa
     assert module.generate(batch, features) == generate_greedily(module, batch, features)
 
 
+def test_a_model_that_begins_with_no_embeddings_computes_all_anew(tmp_path, monkeypatch):
+    module, batch, features = prompted(tmp_path, "qwen2_5_vl")
+
+    def prepare(self: Any, input_ids: Any, **others: Any) -> Any:
+        raise AssertionError("generate was called, which refuses embeddings of such a model")
+
+    expected = generate_greedily(module, batch, features)
+    monkeypatch.setattr(type(module.model), "prepare_inputs_for_generation", prepare)
+    assert module.generate(batch, features) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_predictions_end_at_any_of_the_tokens_with_which_a_model_ends(tmp_path, family):
+    _, plain = min(predictions(prompted(tmp_path, family)), key=lambda each: each[1])
+    ends = {"eos_token_id": [10_000, plain[2]]}  # such as Gemma 3's end of a text, and of a turn
+    found = dict(predictions(prompted(tmp_path, family, generation=ends)))
+    assert plain[: plain.index(plain[2])] in found.values()
+
+
+def predictions(given: tuple[Any, Any, dict[str, Any]]) -> list[tuple[int, list[int]]]:
+    module, batch, features = given
+    return module.generate(batch, features)
+
+
 def test_predictions_of_paligemma_are_refused(tmp_path):
     module, batch, features = prompted(tmp_path, "paligemma 2")
     with pytest.raises(NotImplementedError, match="PaliGemma's predictions are not computed here"):

@@ -186,6 +186,85 @@ def test_a_twin_has_every_kind_of_layer_and_windows_shorter_than_its_samples():
     assert twin.image_token_id < twin.text_config.vocab_size
 
 
+_CLIP, _IDEFICS3 = FAMILIES["llava with clip"].config, {**FAMILIES["smolvlm"].config, "model_type": "idefics3"}
+_SIZES: dict[str, dict[str, Any]] = {
+    "three rows and columns of patches joined": {
+        **_IDEFICS3,
+        "scale_factor": 3,
+        "vision_config": {**_IDEFICS3["vision_config"], "model_type": "idefics3_vision", "image_size": 384},
+    },
+    "nine patches merged": {
+        **FAMILIES["qwen2_vl"].config,
+        "vision_config": {**FAMILIES["qwen2_vl"].config["vision_config"], "spatial_merge_size": 3},
+    },
+    "features of an early layer": {
+        **_CLIP,
+        "vision_feature_layer": 5,
+        "vision_config": {**_CLIP["vision_config"], "num_hidden_layers": 12},
+    },
+    "three heads": {
+        **_CLIP,
+        "vision_config": {**_CLIP["vision_config"], "hidden_size": 48, "num_attention_heads": 3},
+    },
+    "factors of rotary positions": {
+        **_CLIP,
+        "text_config": {
+            **_CLIP["text_config"],
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    },
+}
+"""As SmolVLM-Instruct's, and others that were published in some size."""
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_sizes_that_four_patches_and_four_heads_do_not_fit_are_compared_too(size):
+    config = read_config(_SIZES[size])
+    found = certify(config, module_class(config.model_type))
+    assert (found.verdict, found.reason) == ("exact", "")
+
+
+class HidesNaN(LlavaVLM):
+    """LLaVA whose gradients are NaN, and whose loss is right."""
+
+    def merge(self, batch: Any, features: Any) -> Any:
+        given = super().merge(batch, features)
+        nothing = (given["inputs_embeds"] - given["inputs_embeds"]).square().sum().sqrt()
+        return given | {"inputs_embeds": given["inputs_embeds"] + nothing}
+
+
+def test_gradients_that_are_no_numbers_are_refused_and_told_as_json():
+    found = certify(config_of("llava with clip"), HidesNaN)
+    assert not found.trains
+    assert "is NaN or infinite" in found.reason
+    assert "Infinity" not in json.dumps(found.as_data())
+
+
+_OF_LAYERS = {"r": 2, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [20, 21]}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "dropout of adapters": {"adapters": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.1}},
+    "adapters of layers by number": {"adapters": _OF_LAYERS},
+    "adapters by a path": {"adapters": {"r": 2, "target_modules": r".*language_model.*layers\.2\d\..*q_proj"}},
+    "frozen layers by number": {"frozen": ["model.language_model.layers.20", "model.vision_tower"]},
+}
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_settings_that_a_twin_cannot_have_refuse_no_family(name):
+    settings = {**_SETTINGS[name]}
+    if "adapters" in settings:
+        settings["adapters"] = pytest.importorskip("peft").LoraConfig(**settings["adapters"]).to_dict()
+    found = certify(config_of("llava with clip"), LlavaVLM, settings)
+    assert (found.verdict, found.reason) == ("exact", "")
+
+
 def test_what_was_compared_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = []
@@ -226,8 +305,17 @@ def test_the_command_prints_the_certificate_of_a_folder(tmp_path, monkeypatch, c
     assert checked(monkeypatch, str(tmp_path / "model"), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["family"], found["trains"], found["verdict"]) == ("llava", True, "exact")
+    assert checked(monkeypatch, "--json", str(tmp_path / "model")) == 0
+    assert json.loads(capsys.readouterr().out) == found
     assert checked(monkeypatch, str(tmp_path / "model")) == 0
     assert capsys.readouterr().out.startswith("llava trains: a twin in two halves, packed, has the loss")
+
+
+def test_the_command_says_what_is_no_model(tmp_path, monkeypatch):
+    for model, said in (("lava", "Did you mean 'llava'"), (str(tmp_path), "has no config.json; give the folder")):
+        monkeypatch.setattr(sys, "argv", ["flowtrain", "check", model])
+        with pytest.raises(SystemExit, match=said):
+            main()
 
 
 def test_the_command_ends_with_1_where_a_family_is_refused(monkeypatch, capsys):

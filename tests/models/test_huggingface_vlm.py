@@ -158,11 +158,11 @@ def test_what_is_recomputed_is_one_of_three_things():
 def test_predictions_end_where_the_model_says_and_the_saved_folder_says_so_too(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "repetition_penalty": 1.05}))
     module = built(folder, max_new_tokens=5)
-    assert (module.end_token, module.max_new_tokens) == (7, 5)
+    assert (module.end_token, module.max_new_tokens) == ((7, 8), 5)
     again = flow.models.QwenVLM(**module.hparams)  # as from a checkpoint
     again.configure_model()
     again.model.save_pretrained(folder / "tuned")
-    assert (again.end_token, again.max_new_tokens) == (7, 5)
+    assert (again.end_token, again.max_new_tokens) == ((7, 8), 5)
     said = json.loads((folder / "tuned" / "generation_config.json").read_text())
     assert (said["eos_token_id"], said["repetition_penalty"]) == ([7, 8], 1.05)
 

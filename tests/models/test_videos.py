@@ -90,6 +90,8 @@ def test_the_rule_is_read_from_the_models_files(tmp_path):
         fps=1, min_pixels=4096, max_pixels=25165824, frame_pixels=768 * 32**2
     )
     assert videos_of(tmp_path / "llava") is None
+    PUBLISHED["qwen2_vl"].config().save_pretrained(tmp_path / "weights alone")
+    assert videos_of(tmp_path / "weights alone") is None
     (tmp_path / "qwen3_vl" / "video_preprocessor_config.json").write_text(json.dumps({**qwen3, "resample": 2}))
     with pytest.raises(ValueError, match="has resample=2, which cannot be followed"):
         videos_of(tmp_path / "qwen3_vl")
