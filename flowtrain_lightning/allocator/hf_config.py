@@ -185,6 +185,11 @@ def _backbone(config: Config) -> Half:
     tied = config.get("tie_word_embeddings", _optional(text, "tie_word_embeddings"))
     experts = None
     if (count := text.get("num_experts") or text.get("num_local_experts")) is not None:
+        if text.get("mlp_only_layers") or (text.get("decoder_sparse_step") or 1) != 1:
+            raise PlanningError(
+                "The config has experts in some layers only (mlp_only_layers, decoder_sparse_step), and a mixture is "
+                "planned with experts in all of them. Give the module's dimensions instead (see docs/planning.md)."
+            )
         experts = {
             "count": count,
             "chosen": _field(text, "num_experts_per_tok"),
