@@ -7,6 +7,7 @@ from typing import Any
 
 from flowtrain_lightning.allocator.description import Half, ModuleDescription
 from flowtrain_lightning.allocator.dimensions import audio_encoder, backbone, generator, vision_encoder
+from flowtrain_lightning.allocator.other_text_models import OTHER_TEXT_MODELS
 from flowtrain_lightning.allocator.role_layout import PlanningError
 from flowtrain_lightning.packing.role_graph import GENERATED
 
@@ -24,8 +25,14 @@ _SIDES = ("image_size", "patch_size")
 _SETTINGS = ("quantization_config", "generation_config", "compression_config", "task_specific_params")
 """Fields of a config that describe no part of the model though they are called so."""
 
-_PLAIN_PERCEPTRONS = ("opt", "gpt_neox", "phi", "starcoder2", "falcon", "bloom")
+_PLAIN_PERCEPTRONS = (
+    *("opt", "gpt_neox", "phi", "starcoder2", "falcon", "bloom"),
+    *("apertus", "arcee", "jais2", "nanochat", "persimmon"),
+)
 """Types of decoders whose feed-forward network has two matrices."""
+
+_OTHER_EXPERTS = ("n_routed_experts", "moe_num_experts")
+"""Fields that count experts where not all layers have them, or where shared ones are beside them."""
 
 _NORMS: dict[str, dict[str, Any]] = {
     "qwen3": {"heads": True},
@@ -128,6 +135,7 @@ def _reads_text_alone(config: Config) -> bool:
     """Whether a config is of a decoder whose layers have the matrices of Llama's, and nothing else is beside it."""
     needed = {"num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
     other = any(name.endswith("_config") and value for name, value in config.items() if name not in _SETTINGS)
+    other = other or config.get("model_type") in OTHER_TEXT_MODELS or any(config.get(name) for name in _OTHER_EXPERTS)
     return needed <= {*config} and not other and config.get("kv_lora_rank") is None
 
 
@@ -177,6 +185,11 @@ def _backbone(config: Config) -> Half:
     tied = config.get("tie_word_embeddings", _optional(text, "tie_word_embeddings"))
     experts = None
     if (count := text.get("num_experts") or text.get("num_local_experts")) is not None:
+        if text.get("mlp_only_layers") or (text.get("decoder_sparse_step") or 1) != 1:
+            raise PlanningError(
+                "The config has experts in some layers only (mlp_only_layers, decoder_sparse_step), and a mixture is "
+                "planned with experts in all of them. Give the module's dimensions instead (see docs/planning.md)."
+            )
         experts = {
             "count": count,
             "chosen": _field(text, "num_experts_per_tok"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from flowtrain_lightning.allocator import Allocation
 from flowtrain_lightning.allocator.modelled_plan import ModelledPlan
@@ -26,6 +27,13 @@ MOST_RANKS = 64
 _STEPS_OF_A_PART = 3
 """Steps that are simulated of a part: it has so many samples that steps hardly differ."""
 
+_FEW = 640
+"""Ranks up to which all are simulated where a step has no more samples than that: all wait for the longest sample,
+which a part of the step need not have, and so few take some tenths of a second."""
+
+_ENOUGH_SAMPLES, _ENOUGH_RANKS = 512, 1280
+"""Samples, and ranks, of all simulated steps of so few together, at least."""
+
 
 @dataclass(frozen=True)
 class PlanSimulator:
@@ -34,7 +42,7 @@ class PlanSimulator:
     Attributes:
         problems: role -> what was planned for.
         steps: drawn from the data.
-        most_ranks: see `MOST_RANKS`.
+        most_ranks: see `MOST_RANKS`; more where steps have few samples.
         encoder_activations: encoder batches whose activations each rank keeps.
     """
 
@@ -77,8 +85,13 @@ class PlanSimulator:
         )
 
     def _played(self, allocation: Allocation, costs: ModelledLayoutCosts) -> Simulation:
-        part, share = part_of(allocation, self.most_ranks)
-        steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
+        samples = self.problems.load.items
+        if self.most_ranks < allocation.size <= _FEW and samples <= _FEW:
+            enough = ceil(max(_STEPS_OF_A_PART, _ENOUGH_SAMPLES / samples, _ENOUGH_RANKS / allocation.size))
+            part, steps = allocation, self.steps.part(1, enough)
+        else:
+            part, share = part_of(allocation, self.most_ranks)
+            steps = self.steps if share == 1 else self.steps.part(share, _STEPS_OF_A_PART)
         return simulate(steps.packed(part), part, costs, self.encoder_activations)
 
 

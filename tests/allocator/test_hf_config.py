@@ -129,7 +129,21 @@ def test_a_decoder_of_text_alone_is_described_whatever_it_is_called():
     assert module.backbone.parameters == pytest.approx(8.03e9, rel=0.001)
 
 
-@pytest.mark.parametrize("other", [{"vision_config": {"depth": 2}}, {"kv_lora_rank": 512}])
+@pytest.mark.parametrize("some", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_a_mixture_with_dense_layers_between_is_refused(some):
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    assert describe_config({**LLAMA, **experts}).backbone.layers[0].experts.count == 8
+    with pytest.raises(PlanningError, match="has experts in some layers only"):
+        describe_config({**LLAMA, **experts, **some})
+
+
+@pytest.mark.parametrize("kind", ["bert", "glm4_moe", "jamba"])
+def test_text_models_of_other_weights_than_llamas_are_refused_whatever_their_fields(kind):
+    with pytest.raises(PlanningError, match=f"model_type '{kind}' cannot be read; known are"):
+        describe_config({**LLAMA, "model_type": kind})
+
+
+@pytest.mark.parametrize("other", [{"vision_config": {"depth": 2}}, {"kv_lora_rank": 512}, {"n_routed_experts": 128}])
 def test_a_decoder_with_something_unknown_in_it_is_no_decoder_of_text_alone(other):
     with pytest.raises(PlanningError, match="model_type 'mistral' cannot be read; known are"):
         describe_config({**LLAMA, "model_type": "mistral", **other})

@@ -285,6 +285,18 @@ def test_a_plan_of_fewer_devices_says_so_and_only_nodes_that_it_starts_on_are_pa
     assert f"It takes {devices} of the 512 devices: on more, no plan that training runs is" in plan(*arguments)
 
 
+def test_a_plan_of_fewer_devices_starts_on_equal_nodes_that_are_there(plan, tmp_path):
+    arguments = ("--model", "qwen2.5-omni-3b", "--devices", "12", "--nodes", "3", "--batch", "3")
+    printed = plan(*arguments, "--out", "plan.yaml")
+    each, nodes = (int(re.search(rf"--trainer.{name}=(\d+)", printed)[1]) for name in ("devices", "num_nodes"))
+    allocation = read_plan(tmp_path / "plan.yaml")
+    assert (each * nodes, nodes <= 3, each <= 4) == (allocation.size, True, True)
+    for role, layout in allocation.layouts.items():
+        ranks = allocation.ranks[role]
+        groups = [ranks[first : first + layout.tensor] for first in range(0, len(ranks), layout.tensor)]
+        assert all(len({rank // each for rank in group}) == 1 for group in groups), "tensor ranks share a node"
+
+
 @pytest.mark.full
 def test_a_searched_token_budget_is_no_slower_than_the_default(plan):
     arguments = (*MODEL, "--devices", "8", "--json")

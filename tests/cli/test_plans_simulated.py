@@ -108,6 +108,18 @@ def test_they_agree_where_several_encoders_take_media_of_their_own(flowtrain, tm
     assert predicted == pytest.approx(simulated["step_seconds"], rel=0.05)
 
 
+def test_they_agree_where_many_ranks_have_few_samples(flowtrain):
+    """Played in a part of 64 ranks a step would be a third longer, since there are few microbatches to divide."""
+    draw = np.random.default_rng(1)
+    media = np.rint(draw.lognormal(6.0, 0.6, 46)).astype(int).clip(16, 4096)
+    parquet.write_table(pyarrow.table({"tokens": [233] * 46, "image_tokens": [[n] for n in media]}), "lengths.parquet")
+    common = ("--model", "qwen3-vl-4b", "--data", "lengths.parquet", "--precision", "bf16-true")
+    planned = flowtrain("plan", *common, "--devices", 96, "--nodes", 16, "--out", "plan.yaml")
+    recommended = planned["plans"][planned["recommended"]]
+    simulated = flowtrain("simulate", *common, "--plan", "plan.yaml", "--nodes", recommended["devices"] // 6)
+    assert recommended["step_seconds"] == pytest.approx(simulated["step_seconds"], rel=0.05)
+
+
 def test_they_agree_where_samples_of_a_step_share_media(flowtrain):
     table = {"tokens": [600] * 200, "image_tokens": [[2048]] * 200, "image_content": [[n // 5] for n in range(200)]}
     parquet.write_table(pyarrow.table(table), "lengths.parquet")

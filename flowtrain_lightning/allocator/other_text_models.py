@@ -1,0 +1,53 @@
+"""Text models that have the fields of Llama's config, and whose classes build other weights of these."""
+
+from __future__ import annotations
+
+OTHER_TEXT_MODELS = frozenset(
+    {
+        "albert",
+        "aria_text",
+        "bamba",
+        "beam",
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "biogpt",
+        "camembert",
+        "clip_text_model",
+        "data2vec-text",
+        "deberta-v2",
+        "deepseek_v4",
+        "doge",
+        "electra",
+        "ernie",
+        "ernie4_5_moe",
+        "falcon_h1",
+        "glm4_moe",
+        "granitemoehybrid",
+        "hrm_text",
+        "inkling2_text",
+        "inkling_text",
+        "jamba",
+        "jetmoe",
+        "lfm2",
+        "lfm3",
+        "llama4_text",
+        "megatron-bert",
+        "mimo_v2_flash",
+        "olmo_hybrid",
+        "qwen3_5_text",
+        "recurrent_gemma",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "solar_open",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+        "zamba",
+        "zamba2",
+    }
+)
+"""Their ``model_type``: mixtures with dense or shared layers, scans, encoders. Counted with transformers 5.23."""
