@@ -9,7 +9,7 @@ from flowtrain_lightning.allocator.division import parameters_of_rank
 from flowtrain_lightning.allocator.flops import FloatArray
 from flowtrain_lightning.allocator.module_parts import Dense, Layers, Part
 from flowtrain_lightning.allocator.role_problem import Family, RoleProblem
-from flowtrain_lightning.packing.stage_schedule import StageSchedule, head_in_layers
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 
 
 def layers_of_chunks(problem: RoleProblem, pipeline: StageSchedule) -> tuple[int, ...]:
@@ -53,4 +53,4 @@ def _head_in_layers(half: Half) -> float:
         for part in half.parts[last + 1 :]
     )
     inside = sum(part.parameters for part in half.layers)
-    return head_in_layers(behind, inside / half.depth)
+    return StageSchedule.head_in_layers(behind, inside / half.depth)

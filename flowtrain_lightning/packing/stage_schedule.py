@@ -25,15 +25,6 @@ _HEAD = 4 / 3
 """Passes of a head for those of a layer: losses in chunks of tokens compute logits again in their backward."""
 
 
-def head_in_layers(weights: float, weights_of_a_layer: float) -> float:
-    """How many layers a head is worth by its weights, to a tenth: a plan and its run have to agree on it.
-
-    A product takes as long as its weight is large, forward and backward. Experts of a mixture count whole, so that a
-    head beside them counts for less than it takes.
-    """
-    return round(_HEAD * weights / max(1.0, weights_of_a_layer), 1)
-
-
 @dataclass(frozen=True)
 class StageSchedule:
     """Stages of a role. A chunk is a run of layers that is computed by itself; chunks have numbers, in layer order.
@@ -64,6 +55,15 @@ class StageSchedule:
     def last(self) -> int:
         """The stage that has the last layers."""
         return self.stage_of(self.runs - 1)
+
+    @staticmethod
+    def head_in_layers(weights: float, weights_of_a_layer: float) -> float:
+        """How many layers a head is worth by its weights, to a tenth: a plan and its run have to agree on it.
+
+        A product takes as long as its weight is large, forward and backward. Experts of a mixture count whole, so that
+        a head beside them counts for less than it takes.
+        """
+        return round(_HEAD * weights / max(1.0, weights_of_a_layer), 1)
 
     def layers(self, count: int, head: float = 0.0) -> tuple[int, ...]:
         """Divides layers among chunks: by time so that the busiest stage has as little to do as can be.

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from flowtrain_lightning.packing.stage_schedule import StageSchedule, head_in_layers
+from flowtrain_lightning.packing.stage_schedule import StageSchedule
 
 
 def busiest(pipeline: StageSchedule, layers: tuple[int, ...], behind: float) -> float:
@@ -44,4 +44,5 @@ def test_by_number_stages_have_as_many_layers_and_the_last_none_more():
 
 
 def test_a_head_is_compared_to_a_tenth_so_that_biases_change_nothing():
-    assert head_in_layers(545_259_520, 233_057_792) == head_in_layers(545_263_104, 233_062_400) == 3.1
+    plain, biased = (545_259_520, 233_057_792), (545_263_104, 233_062_400)
+    assert StageSchedule.head_in_layers(*plain) == StageSchedule.head_in_layers(*biased) == 3.1

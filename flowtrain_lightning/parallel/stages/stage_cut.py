@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from flowtrain_lightning.allocator import StageSchedule
-from flowtrain_lightning.packing.stage_schedule import head_in_layers
 from flowtrain_lightning.parallel.blocks import repeated_blocks
 from flowtrain_lightning.parallel.halves import HalvedModule, role_of
 from flowtrain_lightning.parallel.weight_marks import keeping_marks
@@ -179,7 +178,7 @@ def _head_in_layers(module: HalvedModule, role: str, blocks: Sequence[str]) -> f
                 inside[id(parameter)] = parameter.numel()
             elif inside:
                 behind[id(parameter)] = parameter.numel()
-    return head_in_layers(sum(behind.values()), sum(inside.values()) / len(blocks))
+    return StageSchedule.head_in_layers(sum(behind.values()), sum(inside.values()) / len(blocks))
 
 
 def _block_of(name: str, blocks: Sequence[str]) -> int | None:
