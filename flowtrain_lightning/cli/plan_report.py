@@ -138,9 +138,9 @@ class PlanReport:
         roles = {}
         for role, candidate in plan.chosen.items():
             details, layout = candidate.details(self.problems[role]), candidate.layout
-            also = {"expert": layout.expert, "shard": layout.shard, "replicas": layout.replicas}
+            also = ("expert", "shard", "replicas", "schedule", "cut")
             roles[role] = {
-                "layout": {**layout.degrees, **also},
+                "layout": layout.degrees | {name: getattr(layout, name) for name in also},
                 "recompute": candidate.recompute,
                 "offload": candidate.offload,
                 "seconds": details.time.at(0),
