@@ -156,14 +156,26 @@ def running_plans(costs: ModelledCosts, allows: Callable[[str, Layout], bool] | 
 def staged_plans(costs: ModelledCosts) -> Iterator[ModelledPlan]:
     """The best plan of every number and cut of stages, separate and colocated; then with split backwards.
 
-    Where the head counts, stages are faster, but the first one is fuller: which gains is seen as they are played.
+    Cut by time stages are faster, but the first one is fuller: by number counts where that allows another plan.
     """
     problems = costs.problems
-    for count, placement, cut in product(costs.space.pipeline, _OF_STAGES, get_args(Cut)):
-        allowed = _allowed_in({problems.trunk: count}, placement, problems, cut)
-        for plan in costs.plans(allowed, (placement,)) if count > 1 else ():
-            yield plan
-            yield from _with_split_backwards(plan, problems)
+    for count, placement in product(costs.space.pipeline, _OF_STAGES):
+        found: list[ModelledPlan] = []
+        for cut in get_args(Cut) if count > 1 else ():
+            allowed = _allowed_in({problems.trunk: count}, placement, problems, cut)
+            for plan in costs.plans(allowed, (placement,)):
+                every = (plan, *_with_split_backwards(plan, problems))
+                found += [one for one in every if not any(_are_alike_but_for_the_cut(one, each) for each in found)]
+        yield from found
+
+
+def _are_alike_but_for_the_cut(one: ModelledPlan, other: ModelledPlan) -> bool:
+    """Whether two plans in stages have the same layouts, and compute and move the same again."""
+    mine, others = (
+        {role: (replace(each.layout, cut="time"), each.recompute, each.offload) for role, each in plan.chosen.items()}
+        for plan in (one, other)
+    )
+    return mine == others
 
 
 def encoders_in_stages(costs: ModelledCosts, best: Mapping[PlanKind, float]) -> Iterator[ModelledPlan]:
